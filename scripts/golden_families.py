@@ -66,7 +66,7 @@ FAMILY_CASES = {
     ),
     "olmoe": family(
         "norms over all heads of query and key, experts with weights as the softmax gives them", "olmoe",
-        {"num_hidden_layers": 1, "intermediate_size": 6, "num_experts": 4, "num_experts_per_tok": 2,
+        {"num_hidden_layers": 1, "intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2,
          "norm_topk_prob": False, "pad_token_id": None},
         {"norms of query and key": OLMO_REMOVALS["norms of query and key"],
          "weights as they are": Removal({"norm_topk_prob": True})}, "1",

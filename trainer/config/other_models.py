@@ -18,7 +18,8 @@ OTHERS = {
               " a sliding window",
     "gemma3_text": "norms multiply by 1 + weight and stand after the sublayers too, embeddings are multiplied by"
                    " sqrt(hidden_size), the activation is GELU, and most layers have a sliding window",
-    "gpt_oss": "attention has sinks, every other layer has a sliding window, and the activation is clipped",
+    "gpt_oss": "attention has sinks, the activation is clipped and its slope is another, and router and experts have"
+               " biases",
     "granitemoe": "the output of experts has a factor, and one matrix has gate and up of all experts",
     "granitemoeshared": "the output of experts has a factor, and one matrix has gate and up of all experts",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
