@@ -52,6 +52,23 @@ GLM = {
 }  # fmt: skip
 """GLM-4.6 without its module for a further token, which transformers leaves out."""
 
+OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008,
+    "max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "rope_theta": 500000, "sliding_window": 4096, "vocab_size": 100278,
+}  # fmt: skip
+"""Olmo-3-7B, whose yarn is that of layers without a window only."""
+OLMOE = {
+    "architectures": ["OlmoeForCausalLM"], "clip_qkv": None, "hidden_size": 2048, "intermediate_size": 1024,
+    "model_type": "olmoe", "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+}  # fmt: skip
+"""OLMoE-1B-7B."""
+
 
 @pytest.mark.parametrize(
     ("described", "kind", "weights"),
@@ -61,8 +78,10 @@ GLM = {
         (MOONLIGHT, "DeepseekV3ForCausalLM", 15_960_108_544),
         (DEEPSEEK_LITE, "DeepseekV2ForCausalLM", 15_706_484_224),
         (GLM, "Glm4MoeForCausalLM", 352_797_814_784),
+        (OLMO3, "Olmo3ForCausalLM", 7_298_011_136),
+        (OLMOE, "OlmoeForCausalLM", 6_919_161_856),
     ],
-    ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM"],
+    ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int
