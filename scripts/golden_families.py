@@ -132,4 +132,19 @@ FAMILY_CASES = {
          "scaling factor": Removal({"routed_scaling_factor": 1.0})},
         salt="3",
     ),
+    "dots1": family(
+        "a window in one layer, norms on query and key, a sigmoid router with a bias, a dense first layer", "dots1",
+        {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 12,
+         "routed_scaling_factor": 1.7, "first_k_dense_replace": 1, "head_dim": 10, "sliding_window": 7,
+         "max_window_layers": 1},
+        {
+            "window": Removal({"sliding_window": None}),
+            "norms": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
+            "weights as they are": Removal({"norm_topk_prob": True}),
+            "scaling factor": Removal({"routed_scaling_factor": 1.0}),
+            "correction bias": Removal(neutral={"e_score_correction_bias": 0.0}),
+            "dense first layer": Removal({"first_k_dense_replace": 0}),
+        },
+        salt="1",
+    ),
 }  # fmt: skip

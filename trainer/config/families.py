@@ -458,6 +458,20 @@ FAMILIES = {
         ),
         other_names=("TeleChat3MoeForCausalLM", "telechat3_moe", "kimi_k2"),
     ),
+    "Dots1ForCausalLM": Family(
+        "dots1",
+        _ALL | {
+            "vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "num_hidden_layers": 62,
+            "max_position_embeddings": 2048, "attention_bias": False, "n_routed_experts": None,
+            "n_shared_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": 1408,
+            "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 0, "output_router_logits": False, "sliding_window": 4096,
+            "max_window_layers": 62,
+        },
+        {"use_qk_norm": True, "use_sliding_window": True}, _SIGMOID_ROUTER | {"norm_topk_prob": False},
+        written={"n_shared_experts": lambda settings: max(shared_experts(settings), 1)},  # never without
+        windows="listed", has_output_bias=True,
+    ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
         _ALL | {

@@ -82,7 +82,7 @@ def test_config_json_says_what_it_was_read_from(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if FAMILIES[kind].in_transformers])
 def test_a_yaml_of_each_class_becomes_a_config_json_of_it(kind: str) -> None:
     experts = ", expert_num: 4, num_experts_chosen: 2" if FAMILIES[kind].is_mixture else ""
-    experts += ", shared_expert_num: 1" if kind == "Qwen2MoeForCausalLM" else ""
+    experts += ", shared_expert_num: 1" if kind in ("Qwen2MoeForCausalLM", "Dots1ForCausalLM") else ""
     decoder = load(f"model: {{arch: {{type: {kind}}}, model_config: {{{SIZES}{experts}}}}}\n").decoder
     assert class_differences(decoder, kind) == []
     assert config_json(decoder, kind).keys() >= FAMILIES[kind].defaults.keys()

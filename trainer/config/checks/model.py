@@ -219,7 +219,8 @@ def _attention(config: Config) -> Iterator[ConfigError]:
         rule = "contains sliding_attention, but there is no sliding window"
         fix = "write sliding_window, the number of tokens that they see, and no use_sliding_window: False"
         yield problem(config, f"{_KEY}.layer_types", rule, fix, value="...")
-    if decoder.use_sliding_window and not decoder.sliding_window:
+    is_implied = "use_sliding_window" in FAMILIES[architecture].model
+    if decoder.use_sliding_window and not decoder.sliding_window and not is_implied:
         fix = "write sliding_window, the number of tokens that attention sees"
         yield problem(config, f"{_KEY}.use_sliding_window", "requires sliding_window, which is not set", fix)
     if decoder.use_sliding_window and types is None and FAMILIES[architecture].windows == "other":

@@ -408,7 +408,8 @@ def model_from_config_json(config_json: Mapping[str, Any]) -> ModelConfig:
     apply_derived_defaults(facts)
     settings = facts.data["model"]["model_config"]
     if "moe_config" in settings:
-        settings["moe_config"] = MoEConfig.model_construct(**settings["moe_config"])
+        experts = {name: value for name, value in settings["moe_config"].items() if value is not None}
+        settings["moe_config"] = MoEConfig.model_construct(**experts)
     if "rope_scaling" in settings:
         settings["rope_scaling"] = RopeScaling.model_construct(**settings["rope_scaling"])
     return ModelConfig.model_construct(**settings)
