@@ -89,6 +89,16 @@ FAMILY_CASES = {
         {"head_dim": 6, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
         {"GELU": Removal({"hidden_act": "silu"}), "norms": Removal(neutral={"norm.weight": 0.0})},
     ),
+    "gemma3": family(
+        "norms before and after the sublayers, two rotary bases, a window in one of two layers", "gemma3_text",
+        {"head_dim": 6, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 9, "sliding_window": 5,
+         "tie_word_embeddings": True, "rope_theta": 100.0, "rope_local_base_freq": 20.0,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        {"window": Removal({"layer_types": ["full_attention"] * 2}),
+         "scale": Removal({"query_pre_attn_scalar": 6}),
+         "local base": Removal({"rope_local_base_freq": 100.0}),
+         "norms": Removal(neutral={"norm.weight": 0.0})},
+    ),
     "granite": family(
         "four factors", "granite",
         {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7, "logits_scaling": 0.6,

@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "golden" / "families.json"
 KNOWN = (
-    "llama", "smollm3", "granite", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma",
+    "llama", "smollm3", "granite", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma", "gemma3_text",
     "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4",
     "phi3",
     "seed_oss", "ernie4_5",

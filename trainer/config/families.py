@@ -234,6 +234,26 @@ FAMILIES = {
         },
         _GEMMA, scales_embeddings=True, has_output_bias=True,
     ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        {key: value for key, value in _ALL.items() if key != "hidden_act"} | {
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
+            "rope_theta": 1000000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        },
+        _GEMMA | {
+            "use_qk_norm": True, "post_self_attn_layernorm": True, "post_mlp_layernorm": True,
+            "window_rope_theta": 10000.0,
+        },
+        scales_embeddings=True, windows="listed", full_attention_period=6, has_output_bias=True,
+        # The order matters: a name on disk is another one in memory.
+        tensor_names={
+            ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
+            ".post_self_attn_layernorm.": ".post_attention_layernorm.",
+            ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+        },
+    ),
     "MistralForCausalLM": Family("mistral", _MISTRAL | {"sliding_window": 4096}, windows="every"),
     "MixtralForCausalLM": Family(
         "mixtral",

@@ -19,6 +19,7 @@ _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "hidden_act": lambda s: s.activation,
     "max_position_embeddings": lambda s: s.max_positions,
     "rope_theta": lambda s: s.rope_base,
+    "query_pre_attn_scalar": lambda s: _unrounded_integer(attention_spec(s).scale ** -2),
     "attention_multiplier": lambda s: attention_spec(s).scale,
     "use_sliding_window": lambda s: False,
     "sliding_window": lambda s: s.sliding_window if s.window_layers else None,
@@ -37,6 +38,7 @@ _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "router_jitter_noise": lambda s: 0.0,
 }  # fmt: skip
 """Functions that give the values of keys in a config.json; other keys have the values of the settings."""
+_ROUNDING = 1e-12
 _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -44,6 +46,13 @@ _ROPE_KEYS = {
              "mscale_all_dim"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
+
+
+def _unrounded_integer(value: float) -> float:
+    """Returns the integer that a number is but for rounding, or the number."""
+    if abs(value - round(value)) < value * _ROUNDING:
+        return round(value)
+    return value
 
 
 def _experts(settings: ModelConfig) -> MoEConfig:

@@ -16,8 +16,6 @@ OTHERS = {
     "gemma2": "norms multiply by 1 + weight and stand after the sublayers too, embeddings are multiplied by"
               " sqrt(hidden_size), the activation is GELU, scores and logits are softcapped, and every other layer has"
               " a sliding window",
-    "gemma3_text": "norms multiply by 1 + weight and stand after the sublayers too, embeddings are multiplied by"
-                   " sqrt(hidden_size), the activation is GELU, and most layers have a sliding window",
     "gpt_oss": "attention has sinks, the activation is clipped and its slope is another, and router and experts have"
                " biases",
     "granitemoe": "the output of experts has a factor, and one matrix has gate and up of all experts",
@@ -53,18 +51,13 @@ def unsupported_features(name: str) -> str:
     return ""
 
 
-def _head_size(settings: Mapping[str, Any]) -> Any:
-    if settings.get("head_dim"):
-        return settings["head_dim"]
-    width = settings.get("hidden_size")
-    heads = settings.get("num_attention_heads")
-    if isinstance(width, int) and isinstance(heads, int) and heads:
-        return width // heads
-    return None
-
-
 def _is_one_of(*neutral: Any) -> _HasNoEffect:
     return lambda value, settings: value in neutral
+
+
+def _is_usual_pattern(value: Any, settings: Mapping[str, Any]) -> bool:
+    """Returns whether layer_types says what this key would, or it is Gemma-3's usual number."""
+    return value in (None, 6) or settings.get("layer_types") is not None
 
 
 def _is_within_base(value: Any, settings: Mapping[str, Any]) -> bool:
@@ -80,9 +73,8 @@ _EFFECTS: dict[str, tuple[_HasNoEffect, str]] = {
     "dim_model_base": (_is_one_of(None), "a divisor of the logits"),
     "attn_logit_softcapping": (_is_one_of(None), "softcapping of the attention's scores"),
     "final_logit_softcapping": (_is_one_of(None), "softcapping of the logits"),
-    "query_pre_attn_scalar": (
-        lambda value, settings: value in (None, _head_size(settings)), "a divisor of the queries"),
-    "hidden_activation": (_is_one_of("silu", None), "another activation"),
+    "_sliding_window_pattern": (_is_usual_pattern, "windows in other layers"),
+    "sliding_window_pattern": (_is_usual_pattern, "windows in other layers"),
     "use_bidirectional_attention": (_is_one_of(False, None), "attention to later tokens"),
     "attention_chunk_size": (_is_one_of(None), "attention within chunks"),
     "clip_qkv": (_is_one_of(None), "bounds on query, key and value"),

@@ -25,6 +25,7 @@ DERIVED = {
     "rope_theta": "rope_base",
     "embedding_size": "maps_embedding",
     "layernorm_zero_centered_gamma": "norm_offset",
+    "query_pre_attn_scalar": "softmax_scale",
     "no_rope_layers": "unrotated_layers",
     "original_max_position_embeddings": "trained_length",
     "use_sliding_window": "has_window",

@@ -357,6 +357,9 @@ def _from_aliases(resolved: Resolved) -> None:
     if settings.get("multi_query_attention") is False and is_group_number:
         settings["n_kv_heads"] = None
     _from_rotated_layers(resolved)
+    divisor = settings.pop("query_pre_attn_scalar", None)
+    if type(divisor) in (int, float) and divisor > 0:
+        _set_default(resolved, f"{_MODEL}.softmax_scale", divisor**-0.5, f"{_MODEL}.query_pre_attn_scalar")
     because = f"{_MODEL}.mlp_has_bias"
     if settings.get("mlp_has_bias") is True and resolved.name_in_file(because) == "add_bias_linear":
         # Megatron-LM's key is about all matrices of a layer.

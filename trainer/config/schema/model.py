@@ -172,6 +172,8 @@ class ModelConfig(Section):
     softmax_scale: float | None = setting(
         None, "Factor on the scores of attention. Default null: 1 / sqrt(width of a head), with yarn and"
         " multi_latent_attention times the square of its mscale.", gt=0, aliases="attention_multiplier")
+    query_pre_attn_scalar: float | None = setting(
+        None, "Gemma's softmax_scale: the scale is 1 / sqrt of it. Default null: softmax_scale decides.", gt=0)
     embedding_multiplier: float = setting(1.0, "Factor on the embeddings (Granite).", gt=0)
     residual_multiplier: float = setting(
         1.0, "Factor on the output of each sublayer, before it is added to the residual stream (Granite).", gt=0,
@@ -240,7 +242,8 @@ class ModelConfig(Section):
         None, "Standard deviations of new weights by name; of several rules the last one counts. Default null:"
         " initializer_range.")
     hidden_act: Literal["silu", "swiglu", "fusedswiglu", "gelu_pytorch_tanh"] = setting(
-        "silu", "Activation, with a gate: silu (SwiGLU), under each of its names, or GELU approximated by tanh.")
+        "silu", "Activation, with a gate: silu (SwiGLU), under each of its names, or GELU approximated by tanh.",
+        aliases="hidden_activation")
     compute_dtype: Dtype | None = setting(
         None, "Dtype of matrix products. Default null: amp_level decides; without it float32, on an Ascend bfloat16.")
     layernorm_compute_type: Dtype | None = setting(
