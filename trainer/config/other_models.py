@@ -13,9 +13,7 @@ OTHERS = {
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
     "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, and the router is another",
-    "gemma2": "norms multiply by 1 + weight and stand after the sublayers too, embeddings are multiplied by"
-              " sqrt(hidden_size), the activation is GELU, scores and logits are softcapped, and every other layer has"
-              " a sliding window",
+    "gemma2": "scores of attention and logits are softcapped",
     "gpt_oss": "attention has sinks, the activation is clipped and its slope is another, and router and experts have"
                " biases",
     "granitemoe": "the output of experts has a factor, and one matrix has gate and up of all experts",
