@@ -10,15 +10,20 @@ _HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
 
 OTHERS = {
     "cohere": "attention and feed-forward layer stand side by side, norms are LayerNorm, and logits are scaled",
+    "cohere2": "attention and feed-forward layer stand side by side, norms are LayerNorm, logits are scaled, and most"
+               " layers have a sliding window",
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
-    "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, and the router is another",
+    "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, the router has a softmax and an expert bias,"
+                    " and keys and tensors of the experts have names of their own",
     "gemma2": "scores of attention and logits are softcapped",
     "gpt_oss": "attention has sinks, the activation is clipped and its slope is another, and router and experts have"
                " biases",
     "granitemoe": "the output of experts has a factor, and one matrix has gate and up of all experts",
     "granitemoeshared": "the output of experts has a factor, and one matrix has gate and up of all experts",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
+    "hunyuan_v1_dense": "query and key have norms after they are rotated, and the rotary base grows with a factor"
+                        " alpha",
     "qwen3_next": "some layers have linear attention",
     "stablelm": "norms are LayerNorm, and rotary positions turn a part of a head",
     "starcoder2": "norms are LayerNorm, the feed-forward layer has no gate, and matrices have biases",
