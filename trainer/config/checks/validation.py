@@ -148,6 +148,9 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any, source: ConfigSour
     if names and isinstance(value, str):
         if path[-2:] == ("arch", "type") and (unlike := unsupported_features(value)):
             return f"use another model; unlike in a Llama, {unlike}"
+        field = _declaration(path)
+        if field is not None and fix_of(field):
+            return fix_of(field)
         guess = nearest(value, names)
         if guess:
             return f"write {guess}"

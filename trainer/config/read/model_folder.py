@@ -168,14 +168,12 @@ def _family(
         raise UserError(rule, where=place.text, key=place.key, value=classes, fix=fix)
     features = list(differences(settings))
     rule = "this family is not known here"
-    fix = (
-        f"use a model of a known family: {known_families()}; if this model computes the same as a Llama, write"
-        f" {_ARCH}: LlamaForCausalLM"
-    )
+    fix = f"use a model of a known family: {known_families()}"
     if features:
-        rule += f": unlike in a Llama, {'; '.join(features)}"
+        rule += f": unlike a Llama, this model needs what is not built here: {'; '.join(features)}"
     else:
         rule += ", and its keys do not say how it differs"
+        fix += f"; if this model computes the same as a Llama, write {_ARCH}: LlamaForCausalLM"
     place = places[unknown]
     raise UserError(rule, where=place.text, key=place.key, value=settings[unknown], fix=fix)
 

@@ -139,7 +139,7 @@ def setting(
         default: Value if the file leaves the key out; ``REQUIRED`` if it must not.
         description: What the key does, with its unit. The default is added unless the description has it.
         aliases: Other names of the key, separated by spaces; different values under two names are an error.
-        fix: What to do about a value out of bounds, if the description is no help.
+        fix: What to do about a value that is not allowed, if the description is no help.
         beside: Other keys that allow only one value of this one; this value is then the default.
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """

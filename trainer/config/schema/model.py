@@ -243,7 +243,7 @@ class ModelConfig(Section):
         " initializer_range.")
     hidden_act: Literal["silu", "swiglu", "fusedswiglu", "gelu_pytorch_tanh"] = setting(
         "silu", "Activation, with a gate: silu (SwiGLU), under each of its names, or GELU approximated by tanh.",
-        aliases="hidden_activation")
+        aliases="hidden_activation", fix="use a model with one of these: a model needs the activation it was made for")
     compute_dtype: Dtype | None = setting(
         None, "Dtype of matrix products. Default null: amp_level decides; without it float32, on an Ascend bfloat16.")
     layernorm_compute_type: Dtype | None = setting(
