@@ -26,7 +26,7 @@ MODELS = {
     "every": {"nope_layer_interval": 1},
     "none": {"position_embedding_type": "none", "rope_theta": 100.0},
     "scale": {"softmax_scale": 0.7},
-    "window": {"window_size": [3, 0], "window_attn_skip_freq": 2, "nope_layer_interval": 2},
+    "window": {"window_size": [3, 0], "window_attn_skip_freq": 3, "nope_layer_interval": 2, "num_layers": 3},
 }
 UNROTATED = {"every second": {1}, "first alone, normed": {0}, "every": {0, 1}, "none": {0, 1}, "scale": set(),
              "window": {1}}  # fmt: skip
@@ -44,7 +44,7 @@ def numpy_logits(trainer: TinyTrainer, batch: Batch, name: str) -> np.ndarray:
     same_BQS = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
     for layer in range(settings.num_layers):
         of = {key.removeprefix(f"model.layers.{layer}."): value for key, value in weights.items()}
-        window = 4 if name == "window" and layer == 0 else TOKENS
+        window = 4 if name == "window" and layer < 2 else TOKENS
         allowed_BQS = same_BQS & (rows[:, None] >= rows) & (rows[:, None] - rows < window)
         y_ND = rms_norm(x_ND, of["input_layernorm.weight"], settings.rms_norm_eps)
         q_NC, k_NK, v_NK = (linear(y_ND, of[f"self_attn.{letter}_proj.weight"]) for letter in "qkv")
