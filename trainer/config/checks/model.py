@@ -189,7 +189,7 @@ def _unrotated_layers(config: Config) -> Iterator[ConfigError]:
         yield problem(config, key, "disagrees with nope_layers, which says it too", _ONE)
     elif decoder.multi_latent_attention or decoder.mtp_depth:
         rule = "not yet supported with multi_latent_attention, and with multi-token prediction modules"
-        yield problem(config, key, rule, "leave it out, which is another model")
+        yield problem(config, key, rule, "set mtp_depth to 0, or use another model")
     elif beyond:
         rule = f"there is no layer {beyond[0]}: the model's layers are 0 to {decoder.num_layers - 1}"
         yield problem(config, key, rule, "remove it, or correct num_layers")
