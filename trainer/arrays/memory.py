@@ -57,8 +57,9 @@ def _use_huge_pages(array: np.ndarray) -> None:
     faults as on products. Where the system has no such pages, nothing changes.
     """
     if array.nbytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        start = array.ctypes.data
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (start + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         _madvise()(first, end - first, mmap.MADV_HUGEPAGE)
 
 

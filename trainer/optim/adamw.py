@@ -44,9 +44,7 @@ class AdamW(Optimizer):
         each: once when it is read, once when it is written.
         """
         if self.apply.takes_arrays:
-            array = np.empty(shape, np.float32)
-            array.fill(0)
-            return array
+            return np.full(shape, 0, np.float32)
         return super().new_array(shape, name)
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
