@@ -27,6 +27,7 @@ from trainer.config.checks.qk_clip import clips_queries, measures_logits
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.recompute import recomputed_parts
 from trainer.data.batches.context import ContextShard
+from trainer.device.pool import set_up_cpu_pool
 from trainer.device.resolve import resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
 from trainer.device.threads import set_up_cpu_threads
@@ -315,6 +316,7 @@ def set_up_device(config: Config, device: str, world: World = SINGLE_PROCESS) ->
         # Once an operator has run, MindSpore refuses every call of set_device, even for the device it uses.
         if mindspore.get_context("device_target") != "CPU":
             mindspore.set_device("CPU")
+        set_up_cpu_pool()
         set_up_cpu_threads()
     else:
         device_id = config.context.device_id
