@@ -89,6 +89,16 @@ FAMILY_CASES = {
         {"head_dim": 6, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
         {"GELU": Removal({"hidden_act": "silu"}), "norms": Removal(neutral={"norm.weight": 0.0})},
     ),
+    "gemma2": family(
+        "caps on scores and logits, norms before and after the sublayers, a window in one of two layers", "gemma2",
+        {"head_dim": 6, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 9, "sliding_window": 5,
+         "tie_word_embeddings": True, "attn_logit_softcapping": 0.8, "final_logit_softcapping": 1.5,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        {"cap of scores": Removal({"attn_logit_softcapping": None}),
+         "cap of logits": Removal({"final_logit_softcapping": None}),
+         "window": Removal({"layer_types": ["full_attention"] * 2}),
+         "scale": Removal({"query_pre_attn_scalar": 6})},
+    ),
     "gemma3": family(
         "norms before and after the sublayers, two rotary bases, a window in one of two layers", "gemma3_text",
         {"head_dim": 6, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 9, "sliding_window": 5,

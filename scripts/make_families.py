@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "golden" / "families.json"
 KNOWN = (
-    "llama", "smollm3", "granite", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma", "gemma3_text",
+    "llama", "smollm3", "granite", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text",
     "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4",
     "phi3",
     "seed_oss", "ernie4_5",
@@ -37,7 +37,7 @@ TINY = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4, "num_atten
         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OTHERS: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
-    "gemma2": {"head_dim": 8},
+    "cohere": {},
 }  # fmt: skip
 # Not facts about a family.
 LEFT_OUT = ("id2label", "label2id", "transformers_version")

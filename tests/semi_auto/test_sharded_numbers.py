@@ -49,7 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
         "runner_config": {"batch_size": 2, "gradient_accumulation_steps": 2},
         "model": {"model_config": MODEL | {
             "use_qk_norm": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.4,
-            "layernorm_zero_centered_gamma": True, "hidden_act": "gelu_pytorch_tanh",
+            "layernorm_zero_centered_gamma": True, "hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 0.8,
         }},
     },
 }

@@ -23,7 +23,7 @@ from mindspore import Tensor
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
 from trainer.arrays.sublayer import CpuLinear
-from trainer.arrays.tiles import CpuRmsNorm, shared_product
+from trainer.arrays.tiles import CpuRmsNorm, shared_product, soft_cap
 from trainer.models.spec.saved import logit_rows
 from trainer.parallel.sharding import shard_range
 
@@ -49,12 +49,14 @@ class FusedLinearCrossEntropy:
         tensor: The tensor-parallel ranks, which shard the vocabulary; None: this rank has all of it.
         vocabulary: Size of the vocabulary of all ranks; not needed without `tensor`.
         scale: Factor on the logits, which multiplies the normed rows.
+        cap: Logits x become cap * tanh(x / cap); None: they stay.
     """
 
     def __init__(
         self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0,
-        scale: float = 1.0,
+        scale: float = 1.0, cap: float | None = None,
     ) -> None:  # fmt: skip
+        self.cap = cap
         self.scale = np.float32(scale)
         self.mapping = CpuLinear("mapping", weight="mapping")
         self.norm = CpuRmsNorm(width, eps)
@@ -88,6 +90,8 @@ class FusedLinearCrossEntropy:
             y_nE = to_bfloat16_if_needed(y_nE, np.empty(y_nE.shape, weight_VE.dtype))
         logits_nV = np.empty((len(y_nE), len(weight_VE)), np.float32)
         shared_product(y_nE, weight_VE, logits_nV)
+        if self.cap is not None:
+            soft_cap(logits_nV, self.cap)
         return logits_nV
 
     def _mapped(self, call: SublayerCall, x_nD: np.ndarray, tile: Tile) -> np.ndarray:
@@ -183,6 +187,15 @@ class FusedLinearCrossEntropy:
         place_n = labels_n - self.first_token
         inside_n = (place_n >= 0) & (place_n < len(weight_VE))
         place_n = place_n * inside_n
+        slope_nV = None
+        if self.cap is not None and grad_nV is not None:
+            slope_nV = empty(len(y_nE), len(weight_VE))[1]
+
+        def slopes_of(rows: slice) -> np.ndarray | None:
+            """Returns the derivatives of the capped logits of some rows; None where no gradient needs them."""
+            if slope_nV is None:
+                return None
+            return slope_nV[rows]
 
         def multiply(columns: slice, thread: int) -> None:
             """Computes the logits of some tokens of the vocabulary, for all rows."""
@@ -191,6 +204,8 @@ class FusedLinearCrossEntropy:
         def normalise(rows: slice, thread: int) -> None:
             """Turns the logits of some rows into probabilities over this rank's tokens."""
             logits = logits_nV[rows]
+            if self.cap is not None:
+                soft_cap(logits, self.cap, slopes_of(rows))
             largest_n[rows] = logits.max(1)
             label_n[rows] = logits[np.arange(len(logits)), place_n[rows]] * inside_n[rows]
             # The difference of the logits comes first: it keeps its digits also for large logits.
@@ -207,6 +222,8 @@ class FusedLinearCrossEntropy:
             if grad_nV is None:
                 return
             logits[np.arange(len(logits)), place_n[rows]] -= inside_n[rows]
+            if self.cap is not None:
+                logits *= slopes_of(rows)
             if grad_nV.dtype == np.float16:
                 logits *= _SMALL_GRADIENTS
             to_bfloat16_if_needed(logits, grad_nV[rows])

@@ -377,6 +377,16 @@ def geglu_gradient(
     store(gelu_nF, up_nF)
 
 
+def soft_cap(x: np.ndarray, cap: float, slope: np.ndarray | None = None) -> None:
+    """Replaces x by cap * tanh(x / cap); writes the derivative, 1 - tanh(x / cap)^2, to `slope`."""
+    x /= np.float32(cap)
+    np.tanh(x, out=x)
+    if slope is not None:
+        np.multiply(x, x, out=slope)
+        np.subtract(np.float32(1), slope, out=slope)
+    x *= np.float32(cap)
+
+
 def _half_of_tanh(x_nF: np.ndarray) -> np.ndarray:
     """Returns (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
     half_nF = x_nF * x_nF

@@ -152,6 +152,12 @@ _ERNIE_MODEL = {"rope_interleave": True, "tie_word_embeddings": True}
 _GEMMA = {
     "hidden_act": "gelu_pytorch_tanh", "layernorm_zero_centered_gamma": True, "tie_word_embeddings": True,
 }  # fmt: skip
+# The order matters: a name on disk is another one in memory.
+_GEMMA_NORMS = {
+    ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
+    ".post_self_attn_layernorm.": ".post_attention_layernorm.",
+    ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+}
 
 FAMILIES = {
     "LlamaForCausalLM": Family(
@@ -234,6 +240,22 @@ FAMILIES = {
         },
         _GEMMA, scales_embeddings=True, has_output_bias=True,
     ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        {key: value for key, value in _ALL.items() if key != "hidden_act"} | {
+            "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+            "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
+            "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        _GEMMA | {
+            "post_self_attn_layernorm": True, "post_mlp_layernorm": True, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        scales_embeddings=True, windows="listed", full_attention_period=2, has_output_bias=True,
+        tensor_names=_GEMMA_NORMS,
+    ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
         {key: value for key, value in _ALL.items() if key != "hidden_act"} | {
@@ -241,18 +263,14 @@ FAMILIES = {
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
             "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
             "rope_theta": 1000000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "attn_logit_softcapping": None, "final_logit_softcapping": None,
         },
         _GEMMA | {
             "use_qk_norm": True, "post_self_attn_layernorm": True, "post_mlp_layernorm": True,
             "window_rope_theta": 10000.0,
         },
         scales_embeddings=True, windows="listed", full_attention_period=6, has_output_bias=True,
-        # The order matters: a name on disk is another one in memory.
-        tensor_names={
-            ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
-            ".post_self_attn_layernorm.": ".post_attention_layernorm.",
-            ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
-        },
+        tensor_names=_GEMMA_NORMS,
     ),
     "MistralForCausalLM": Family("mistral", _MISTRAL | {"sliding_window": 4096}, windows="every"),
     "MixtralForCausalLM": Family(

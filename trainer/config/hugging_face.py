@@ -160,6 +160,8 @@ _FACTS = (
     _Fact(lambda s: s.has_window_rotary, "other rotary positions in layers with a sliding window",
           "the same rotary positions in all layers"),
     _Fact(lambda s: attention_spec(s).scale, "another factor on the attention's scores"),
+    _Fact(lambda s: (attention_spec(s).score_cap,), "another cap of the attention's scores"),
+    _Fact(lambda s: (s.final_logit_softcapping,), "another cap of the logits"),
     _Fact(lambda s: (s.activation,), "another activation"),
     _Fact(lambda s: s.norm_offset, "norms with zero-centered weights", "norms without zero-centered weights"),
     _Fact(lambda s: (s.embedding_multiplier, s.residual_multiplier, s.logits_scaling),

@@ -16,7 +16,6 @@ OTHERS = {
                    " route tokens by a hash",
     "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, the router has a softmax and an expert bias,"
                     " and keys and tensors of the experts have names of their own",
-    "gemma2": "scores of attention and logits are softcapped",
     "gpt_oss": "attention has sinks, the activation is clipped and its slope is another, and router and experts have"
                " biases",
     "granitemoe": "the output of experts has a factor, and one matrix has gate and up of all experts",
@@ -74,8 +73,6 @@ _EFFECTS: dict[str, tuple[_HasNoEffect, str]] = {
     "scale_emb": (_is_one_of(1, None), "a factor on the embeddings"),
     "scale_depth": (_is_one_of(None), "a factor on each sublayer's output"),
     "dim_model_base": (_is_one_of(None), "a divisor of the logits"),
-    "attn_logit_softcapping": (_is_one_of(None), "softcapping of the attention's scores"),
-    "final_logit_softcapping": (_is_one_of(None), "softcapping of the logits"),
     "_sliding_window_pattern": (_is_usual_pattern, "windows in other layers"),
     "sliding_window_pattern": (_is_usual_pattern, "windows in other layers"),
     "use_bidirectional_attention": (_is_one_of(False, None), "attention to later tokens"),

@@ -113,8 +113,9 @@ class ArrayParts:
         self.mapping = CpuMapping(self.scratch)
         self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
         self.head = FusedLinearCrossEntropy(
-            self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, 1 / settings.logits_scaling
-        )
+            self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, 1 / settings.logits_scaling,
+            settings.final_logit_softcapping,
+        )  # fmt: skip
         self.embedding_weights = self._part({EMBEDDING: EMBEDDING}, narrow=[])
         self.mapping_weights = self._part({MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN])
         self.layers = [self._layer_parts(number, again) for number, again in enumerate(recomputed)]

@@ -139,6 +139,10 @@ class AttentionLayer(nn.Cell):
         self.cache_heads = spec.kv_heads
         options = kernels.attention_options(settings, window)
         self.scale = spec.scale
+        self.cap = None
+        if spec.score_cap is not None:
+            self.cap = kernels.soft_cap(spec.score_cap, "dt..")
+            options["cap"] = self.cap
         self.attention = kernels.attention(self.heads, spec.kv_heads, self.head_size, scale=self.scale, **options)
         self.changes_output = spec.changes_output
         self.output = SublayerOutput(spec, names, POST_ATTENTION_NORM, kernels)
@@ -204,7 +208,7 @@ class AttentionLayer(nn.Cell):
         heads = self.heads
         kv_heads = self.cache_heads
         queries_BQC = q_NC.reshape(rows, -1, q_NC.shape[1])
-        out_BQC = attend(queries_BQC, cached[0], cached[1], mask, heads, kv_heads, scale=self.scale)
+        out_BQC = attend(queries_BQC, cached[0], cached[1], mask, heads, kv_heads, scale=self.scale, cap=self.cap)
         return self.project_output(out_BQC.reshape(q_NC.shape), weights)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
@@ -422,7 +426,10 @@ class Head(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.normed = HeadInput(settings, kernels, tensor)
-        self.cross_entropy = kernels.cross_entropy()
+        self.cap = None
+        if settings.final_logit_softcapping is not None:
+            self.cap = kernels.soft_cap(settings.final_logit_softcapping, "dt")
+        self.cross_entropy = kernels.cross_entropy(cap=self.cap)
 
     def construct(
         self, x_ND: Tensor, norm_E: Tensor, weight_VE: Tensor, labels_N: Tensor, valid_N1: Tensor,

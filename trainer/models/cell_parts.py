@@ -121,7 +121,8 @@ class CellParts:
         if self.kernels.chunked_loss is None:
             return Differentiable(self.head, compiled).stop_gradients_at(tuple(sorted(frozen)))
         compiles = partial(compile_cell, compiled=compiled)
-        loss = self.kernels.chunked_loss(compiles, trained=1 not in frozen, shard=part)
+        cap = self.settings.final_logit_softcapping
+        loss = self.kernels.chunked_loss(compiles, trained=1 not in frozen, shard=part, cap=cap)
         # The norm takes arguments 0 and 4 of the head.
         argnums = tuple(norm_argnum for norm_argnum, argnum in enumerate((0, 4)) if argnum in frozen)
         normed = Differentiable(self.head.normed, compiled).stop_gradients_at(argnums)
@@ -280,6 +281,8 @@ class CellParts:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
         normed_NE = self.head.normed(x_ND, self.final_norm, self.mapping_out)
         logits_NV = self.head_product(normed_NE, self.head_weight).astype(mstype.float32)
+        if self.head.cap is not None:
+            logits_NV = self.head.cap(logits_NV)
         if self.tensor is None:
             return logits_NV
         return AllGather(self.tensor.group)(logits_NV.T).T

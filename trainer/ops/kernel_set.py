@@ -80,6 +80,7 @@ class KernelSet:
     geglu: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
+    soft_cap: MakeCell
     chunked_loss: MakeCell | None
     router_linear: MakeCell
     route: MakeCell
@@ -187,6 +188,7 @@ def load_kernels(
         geglu=elementwise("geglu", "GeGLU", compute),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
+        soft_cap=rows.SoftCap,
         chunked_loss=chunked_loss,
         router_linear=plain.Linear,
         **_expert_kernels(fused),

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
 
 
+_TANH_IS_ONE = 40.0
+"""The bound of 2 y, from which tanh(y) is 1 in float32."""
 _QUARTERS = 4
 """The number of parts of a sequence whose scores `Attention` computes separately."""
 
@@ -285,6 +287,37 @@ class GeGLU(Sharded):
         return self.multiply(self.gelu(gate_NF), up_NF)
 
 
+class SoftCap(nn.Cell):
+    """x -> cap * tanh(x / cap) (Gemma Team 2024, Gemma 2, section 2).
+
+    It computes tanh(y) as e / (e + 2) with e = exp(2 y) - 1: MindSpore's Tanh on a CPU is off by 1.5e-5 beyond 1.
+
+    Args:
+        axes: The axes of x, as in `shard_operators`: "d" for the batch, "t" for columns or heads.
+    """
+
+    def __init__(self, cap: float, axes: str) -> None:
+        super().__init__()
+        self.cap = cap
+        self.axes = axes
+        self.shrink = P.Mul()
+        self.bound = P.Minimum()
+        self.expm1 = P.Expm1()
+        self.add_two = P.Add()
+        self.divide = P.Div()
+        self.grow = P.Mul()
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Returns the capped x, in its dtype."""
+        e = self.expm1(self.bound(self.shrink(x, 2 / self.cap), _TANH_IS_ONE))
+        return self.grow(self.divide(e, self.add_two(e, 2.0)), self.cap)
+
+    def shard_over(self, data: int, tensor: int = 1) -> None:
+        """Shards the batch over `data` ranks, and columns or heads over `tensor` ranks."""
+        axes = {"shrink bound add_two grow": f"{self.axes},", "expm1": self.axes, "divide": f"{self.axes},{self.axes}"}
+        shard_operators(self, axes, d=data, t=tensor)
+
+
 class Attention(Sharded):
     """softmax(scale q k^T + bias) v for grouped query heads, causal, without repeating keys and values.
 
@@ -298,6 +331,7 @@ class Attention(Sharded):
         softmax_dtype: Dtype to which input and output of the softmax are rounded; bias and arithmetic are float32.
         value_size: Width of a head's values and of its result. Default None: d.
         scale: Factor of the scores. Default None: 1 / sqrt(d).
+        cap: Caps the scores (`SoftCap`). Default None: they stay.
         draw: Makes the dropout mask [B, K, T*G, T] from `dropout`. Default None: `dropout` is the mask, [B*K, T*G, T].
     """
 
@@ -310,11 +344,12 @@ class Attention(Sharded):
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, dtype: mstype.Type = mstype.float32,
         softmax_dtype: mstype.Type = mstype.float32, value_size: int | None = None, scale: float | None = None,
-        draw: nn.Cell | None = None,
+        cap: nn.Cell | None = None, draw: nn.Cell | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads = heads
         self.kv_heads = kv_heads
+        self.cap = cap
         self.dtype = dtype
         self.softmax_dtype = softmax_dtype
         self.value_size = value_size or head_size
@@ -382,6 +417,8 @@ class Attention(Sharded):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
         """Returns [B, K, q*G, width of values] for q tokens and s keys; the bias is [B, 1, q, 1, s]."""
         scores = self.round(self.score(q, k))
+        if self.cap is not None:
+            scores = self.cap(scores)
         by_token = (q.shape[0], self.kv_heads, bias.shape[2], self.heads // self.kv_heads, bias.shape[4])
         biased = self.add_bias(self.reshape(scores, by_token), bias)
         probabilities = self.round(self.softmax(self.reshape(biased, scores.shape)))
@@ -396,8 +433,9 @@ class Attention(Sharded):
     def shard_over(self, data: int, tensor: int = 1) -> None:
         """Shards the batch over `data` ranks and heads over `tensor` ranks."""
         super().shard_over(data, tensor)
-        if self.draw is not None:
-            self.draw.shard_over(data, tensor)
+        for cell in (self.draw, self.cap):
+            if cell is not None:
+                cell.shard_over(data, tensor)
 
 
 class CrossEntropy(Sharded):
@@ -409,6 +447,7 @@ class CrossEntropy(Sharded):
 
     Args:
         dtype: Dtype of the products with the weight. Softmax and loss are always float32.
+        cap: Caps the logits (`SoftCap`). Default None: they stay.
     """
 
     axes: ClassVar = {
@@ -416,9 +455,10 @@ class CrossEntropy(Sharded):
         "one_hot": "dt,,", "pick": "dt,dt", "difference weigh": "d.,d.", "sum": "d.",
     }  # fmt: skip
 
-    def __init__(self, dtype: mstype.Type = mstype.float32) -> None:
+    def __init__(self, dtype: mstype.Type = mstype.float32, cap: nn.Cell | None = None) -> None:
         super().__init__()
         self.dtype = dtype
+        self.cap = cap
         self.cast = P.Cast()
         self.logits = P.MatMul(transpose_b=True)
         self.largest = P.ReduceMax(keep_dims=True)
@@ -440,12 +480,20 @@ class CrossEntropy(Sharded):
         """Returns the sum of the losses, weighted by valid_N1, in float32."""
         logits_NV = self.logits(self.cast(x_ND, self.dtype), self.cast(weight_VD, self.dtype))
         logits_NV = self.cast(logits_NV, mstype.float32)
+        if self.cap is not None:
+            logits_NV = self.cap(logits_NV)
         # A constant shift: no gradient goes through it.
         centred_NV = self.centre(logits_NV, ops.stop_gradient(self.largest(logits_NV, 1)))
         log_sum_N1 = self.log(self.less_one(self.total(self.exp(centred_NV), (1,), True), 1.0))
         label_NV = self.one_hot(labels_N, weight_VD.shape[0], self.on, self.off)
         label_logit_N1 = self.picked(self.pick(centred_NV, label_NV), (1,), True)
         return self.sum(self.weigh(self.difference(log_sum_N1, label_logit_N1), valid_N1))
+
+    def shard_over(self, data: int, tensor: int = 1) -> None:
+        """Shards tokens over `data` ranks and the vocabulary over `tensor` ranks."""
+        super().shard_over(data, tensor)
+        if self.cap is not None:
+            self.cap.shard_over(data, tensor)
 
 
 class Dropout(nn.Cell):
@@ -546,13 +594,14 @@ def cached_mask(visible_BQS: np.ndarray) -> Tensor:
 
 def cached_attention(
     q_BQC: Tensor, k_BSK: Tensor, v_BSV: Tensor, bias: Tensor, heads: int, kv_heads: int,
-    softmax_dtype: mstype.Type = mstype.float32, scale: float | None = None,
+    softmax_dtype: mstype.Type = mstype.float32, scale: float | None = None, cap: nn.Cell | None = None,
 ) -> Tensor:  # fmt: skip
     """Computes attention of Q new tokens over S cached tokens, [B, Q, H * width of a head's values], forward only.
 
     Args:
         bias: The result of `cached_mask`. Keys and values that it excludes may contain any finite number.
         scale: Factor of the scores. Default None: 1 / sqrt(d).
+        cap: Caps the scores (`SoftCap`). Default None: they stay.
 
     Returns:
         A tensor with the dtype of the queries.
@@ -567,6 +616,8 @@ def cached_attention(
     q = q.reshape(rows, kv_heads, -1, width // heads)
     by_query = (rows, kv_heads, queries, heads // kv_heads, -1)
     scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))).astype(softmax_dtype).astype(mstype.float32)
+    if cap is not None:
+        scores = cap(scores)
     probabilities = ops.softmax(scores.reshape(by_query) + bias, -1).astype(softmax_dtype).astype(v.dtype)
     out = ops.matmul(probabilities.reshape(rows, kv_heads, -1, k.shape[2]), v)
     out = ops.transpose(out.reshape(rows, kv_heads, queries, -1), (0, 2, 1, 3))

@@ -225,6 +225,8 @@ def _copies(matrices: Mapping[str, int], layer: int, width: int) -> dict[str, in
 
 def is_flash(settings: ModelConfig, half: bool) -> bool:
     """Returns whether the fused operator computes attention, which saves no probabilities."""
+    if settings.attn_logit_softcapping is not None:
+        return False
     return bool(settings.use_flash_attention) and half and settings.head_size % 16 == 0
 
 

@@ -147,7 +147,7 @@ def test_experts_that_contradict_the_folder(tmp_path: Path) -> None:
         ('{"model_type": "llama",\n "rope_scaling": {"type": "dynamic"}}', ["config.json:2: rope_scaling.type"]),
         ('{"model_type": "llama",\n "rope_scaling": {"mrope_section": [1]}}', ["rope_scaling.mrope_section"]),
         ('{"model_type": "mistral",\n "sliding_window": -1}', ["sliding_window = -1", "at least 0"]),
-        ('{"model_type": "llama",\n "final_logit_softcapping": 30.0}', ["config.json:2", "softcapping of the logits"]),
+        ('{"model_type": "llama",\n "logit_scale": 0.5}', ["config.json:2", "a factor on the logits"]),
         ('{"model_type": "llama",\n "quantization_config": {"bits": 4}}', ["config.json:2", "quantization_config"]),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 TOLD = {
     "helium": "neighbouring numbers of a head",
-    "gemma2": "final_logit_softcapping 30.0",
+    "cohere": "norms are LayerNorm",
 }  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, nam
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("gemma2", ["final_logit_softcapping = 30.0", "attn_logit_softcapping = 50.0"]),
+        ("cohere", ["logit_scale = 0.0625"]),
     ],
 )  # fmt: skip
 def test_a_key_that_changes_the_numbers_is_never_left_out(tmp_path: Path, name: str, parts: list[str]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from trainer.arrays.memory import row_blocks, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
+from trainer.arrays.tiles import soft_cap
 
 if TYPE_CHECKING:
     from trainer.arrays.attention.positions import QueryBlock, SequenceBlocks
@@ -26,7 +27,7 @@ _SCORES = 1 << 19  # that a thread computes at once, for several heads of the lo
 
 
 class BlockAttention:
-    """Computes softmax(q k^T) v, with the masks of the blocks; q is scaled already.
+    """Computes softmax(q k^T) v, with the masks of the blocks; q is scaled already, and scores may have a cap.
 
     Args:
         heads, kv_heads: The query heads and key/value heads of this rank.
@@ -38,6 +39,7 @@ class BlockAttention:
         self.head_size = spec.head_size
         self.value_size = spec.value_size
         self.rate = spec.dropout
+        self.cap = spec.score_cap
         self.width = heads * spec.value_size
 
     def forward(
@@ -59,7 +61,7 @@ class BlockAttention:
             for group in range(self.groups):
                 q = self._queries(q_NC, block, heads, group, self.head_size)
                 scores = _view(scores_buffer[0], len(q), q.shape[1], k.shape[1])
-                _masked_scores(q, k, block, scores)
+                _masked_scores(q, k, block, scores, self.cap)
                 if max_logits is not None:
                     np.maximum(max_logits[heads, group], scores.max((1, 2)), out=max_logits[heads, group])
                 if narrow_buffer:
@@ -89,6 +91,9 @@ class BlockAttention:
             return
         longest = max(sequence.blocks, key=_scores_of)
         wide_buffers, narrow_buffers = self._score_buffers(longest, heads, q_NC.dtype, tile, 2)
+        slope_buffer = None
+        if self.cap is not None:
+            slope_buffer = tile.take_array(len(wide_buffers[0]))
         for block in sequence.blocks:
             mask = self._mask(sequence, block, heads, dropout)
             k, grad_k = (self._keys(array, block.keys, heads, self.head_size) for array in (k_NK, grad_k_NK))
@@ -102,7 +107,10 @@ class BlockAttention:
                 group_mask = None
                 if mask is not None:
                     group_mask = mask[:, group]
-                _block_gradients(block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, group_mask)
+                cap = None
+                if self.cap is not None and slope_buffer is not None:
+                    cap = self.cap, _view(slope_buffer, *shape)
+                _block_gradients(block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, group_mask, cap)
 
     def tasks(
         self, blocks: Sequence[SequenceBlocks], min_tasks: int
@@ -161,13 +169,21 @@ class BlockAttention:
 def _block_gradients(
     block: QueryBlock, q: np.ndarray, k: np.ndarray, v: np.ndarray, grad: np.ndarray, grad_q: np.ndarray,
     grad_k: np.ndarray, grad_v: np.ndarray, buffers: Sequence[np.ndarray], mask: np.ndarray | None,
+    cap: tuple[float, np.ndarray] | None,
 ) -> None:  # fmt: skip
-    """Writes the gradients of the queries of a block; adds those of its keys and values to `grad_k` and `grad_v`."""
+    """Writes the gradients of the queries of a block; adds those of its keys and values to `grad_k` and `grad_v`.
+
+    Args:
+        cap: The cap of the scores, and an array for its slope.
+    """
     probabilities, grad_scores, *narrow = buffers
     # Probabilities and gradients of scores in the dtype of the products.
     factor, grad_factor = narrow or (probabilities, grad_scores)
     run = operators()
-    _masked_scores(q, k, block, probabilities)
+    if cap is None:
+        _masked_scores(q, k, block, probabilities)
+    else:
+        _masked_scores(q, k, block, probabilities, *cap)
     run.softmax(probabilities, probabilities)
     run.matmul(grad, v.swapaxes(1, 2), grad_scores)
     kept = probabilities
@@ -178,14 +194,27 @@ def _block_gradients(
             factor = kept
     to_bfloat16_if_needed(kept, factor)
     run.matmul(factor.swapaxes(1, 2), grad, grad_v, True)
-    run.softmax_gradient(probabilities, grad_scores, grad_factor)
+    if cap is None:
+        run.softmax_gradient(probabilities, grad_scores, grad_factor)
+    else:
+        run.softmax_gradient(probabilities, grad_scores, grad_scores)
+        grad_scores *= cap[1]
+        to_bfloat16_if_needed(grad_scores, grad_factor)
     run.matmul(grad_factor, k, grad_q)
     run.matmul(grad_factor.swapaxes(1, 2), q, grad_k, True)
 
 
-def _masked_scores(q: np.ndarray, k: np.ndarray, block: QueryBlock, out: np.ndarray) -> None:
-    """Writes the scores of queries with all keys of the block; those of masked keys are far below all others."""
+def _masked_scores(
+    q: np.ndarray, k: np.ndarray, block: QueryBlock, out: np.ndarray, cap: float | None = None,
+    slope: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """Writes the scores of queries with all keys of the block; those of masked keys are far below all others.
+
+    With `cap`, `slope` receives the derivative of the capped scores with respect to the scores.
+    """
     operators().matmul(q, k.swapaxes(1, 2), out)
+    if cap is not None:
+        soft_cap(out, cap, slope)
     if block.bias_QM.size:
         out[..., block.masked :] += block.bias_QM
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.arrays.memory import host_threads
+from trainer.arrays.tiles import soft_cap
 from trainer.models.spec.visibility import attention_bias
 
 _SHARED_WORK = 1 << 22  # multiplications from which threads share the attention of a layer
@@ -68,7 +69,7 @@ def cached_bias(visible_BQS: np.ndarray, groups: int) -> np.ndarray | None:
 
 
 def attend_cached(
-    q_NC: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None
+    q_NC: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None = None
 ) -> np.ndarray:
     """Returns softmax(q k^T + mask) v of each head, [N, C]; q is scaled already.
 
@@ -77,6 +78,7 @@ def attend_cached(
     Args:
         keys, values: [B, K, S, d].
         mask: As `cached_mask` returns it.
+        cap: The cap of the scores.
     """
     rows, kv_heads, cached, size = keys.shape
     queries = len(q_NC) // rows
@@ -84,7 +86,7 @@ def attend_cached(
     q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, size)
     threads = host_threads()
     if threads.threads == 1 or q.size * cached < _SHARED_WORK:
-        out = _attend(q, keys, values, mask)
+        out = _attend(q, keys, values, mask, cap)
     else:
         out = np.empty((*q.shape[:3], values.shape[-1]), np.float32)
 
@@ -93,15 +95,19 @@ def attend_cached(
             sequence_mask = None
             if mask is not None:
                 sequence_mask = mask[place[0], 0]
-            out[place] = _attend(q[place], keys[place], values[place], sequence_mask)
+            out[place] = _attend(q[place], keys[place], values[place], sequence_mask, cap)
 
         threads.run(np.ndindex(rows, kv_heads), attend_one)
     out = out.reshape(rows, kv_heads, queries, -1).transpose(0, 2, 1, 3)
     return out.reshape(rows * queries, -1)
 
 
-def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+def _attend(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None
+) -> np.ndarray:
     scores = q @ keys.swapaxes(-1, -2)
+    if cap is not None:
+        soft_cap(scores, cap)
     if mask is not None:
         scores += mask
     scores -= scores.max(-1, keepdims=True)

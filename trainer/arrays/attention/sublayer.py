@@ -48,6 +48,7 @@ class HeadProjections:
         self.head_size = spec.head_size
         self.widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         self.scale = np.float32(spec.scale)
+        self.cap = spec.score_cap
         norm = None
         if spec.pre_norm:
             norm = CpuRmsNorm(spec.hidden, spec.eps)
@@ -113,7 +114,7 @@ class HeadProjections:
         v_NK = tile.take(self.widths[1])
         self.compute(call, x_ND, rotation_N1h, q_NC, k_NK, v_NK, tile)
         keys, values = cache.update(layer, (k_NK, v_NK))
-        return attend_cached(q_NC, keys, values, mask)
+        return attend_cached(q_NC, keys, values, mask, self.cap)
 
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grads: Sequence[np.ndarray],

@@ -174,6 +174,9 @@ class ModelConfig(Section):
         " multi_latent_attention times the square of its mscale.", gt=0, aliases="attention_multiplier")
     query_pre_attn_scalar: float | None = setting(
         None, "Gemma's softmax_scale: the scale is 1 / sqrt of it. Default null: softmax_scale decides.", gt=0)
+    attn_logit_softcapping: float | None = setting(
+        None, "Softcapping of the attention's scores s: cap * tanh(s / cap) (Gemma-2). Default null: none.", gt=0,
+        beside=Beside("multi_latent_attention", None, "not yet supported with multi_latent_attention"))
     embedding_multiplier: float = setting(1.0, "Factor on the embeddings (Granite).", gt=0)
     residual_multiplier: float = setting(
         1.0, "Factor on the output of each sublayer, before it is added to the residual stream (Granite).", gt=0,
@@ -182,6 +185,8 @@ class ModelConfig(Section):
             Beside("multi_latent_attention", 1.0, "not yet supported with multi_latent_attention"),
         ))
     logits_scaling: float = setting(1.0, "Divisor of the logits (Granite).", gt=0)
+    final_logit_softcapping: float | None = setting(
+        None, "Softcapping of the logits x: cap * tanh(x / cap) (Gemma-2). Default null: none.", gt=0)
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
     layernorm_zero_centered_gamma: bool = setting(

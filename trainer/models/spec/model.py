@@ -97,6 +97,7 @@ class AttentionSpec:
     Attributes:
         head_size, value_size: Widths of a query or key, and of a value, of one head.
         scale: Factor on the scores before the softmax.
+        score_cap: Scores s become cap * tanh(s / cap) (Gemma-2); None: they stay.
         window: Tokens that a query sees, including its token; None: all tokens up to its token.
         rotary_size: How many numbers of a head, or with `latent` of its rotated part, are rotated; 0 in a layer without
             rotary positions. Where no layer has them, the angles of all positions are 0 instead.
@@ -122,6 +123,7 @@ class AttentionSpec:
     eps: float
     rotary_size: int
     rotary_interleaved: bool = False
+    score_cap: float | None = None
     window: int | None = None
     head_norm: bool = False
     norms_all_heads: bool = False

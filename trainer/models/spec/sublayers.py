@@ -69,6 +69,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         eps=settings.rms_norm_eps,
         rotary_size=rotary_size,
         rotary_interleaved=settings.rope_interleave,
+        score_cap=settings.attn_logit_softcapping,
         window=window,
         head_norm=settings.use_qk_norm and latent is None,
         norms_all_heads=settings.use_qk_norm and settings.qk_norm_all_heads,

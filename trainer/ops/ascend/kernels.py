@@ -21,6 +21,7 @@ from mindspore.ops.auto_generate import (
     SwigluGrad,
 )
 
+from trainer.ops import plain
 from trainer.ops.plain import Sharded, shard_operators
 
 # A gradient written by hand saves fewer activations than an automatic one: only the inputs before their casts. In a
@@ -136,6 +137,22 @@ class SwiGLU(Sharded):
     def bprop(self, gate_NF: Tensor, up_NF: Tensor, out: Tensor, grad_NF: Tensor) -> tuple[Tensor, ...]:
         grad = self.grad(grad_NF, ops.concat((gate_NF, up_NF), -1), -1)
         return mint.chunk(grad, 2, 1)
+
+
+class SoftCap(plain.SoftCap):
+    """x -> cap * tanh(x / cap) with the device's own Tanh."""
+
+    def __init__(self, cap: float, axes: str) -> None:
+        super().__init__(cap, axes)
+        self.tanh = P.Tanh()
+
+    def construct(self, x: Tensor) -> Tensor:
+        """Returns the capped x, in its dtype."""
+        return self.grow(self.tanh(self.shrink(x, 1 / self.cap)), self.cap)
+
+    def shard_over(self, data: int, tensor: int = 1) -> None:
+        """Shards the batch over `data` ranks, and columns or heads over `tensor` ranks."""
+        shard_operators(self, {"shrink grow": f"{self.axes},", "tanh": self.axes}, d=data, t=tensor)
 
 
 # Always used on an Ascend: the plain operators are legacy ones (ACLOP), which are compiled for each shape.

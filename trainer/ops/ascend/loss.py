@@ -36,6 +36,7 @@ class ChunkedCrossEntropy(nn.Cell):
         shard: The shard of the vocabulary whose rows the weight has. For each token the ranks exchange two numbers in
             one gather: logsumexp over their shard, and the logit of the label or 0. The loss is the same on all ranks;
             the gradient of x has only the contribution of this rank's shard.
+        cap: Logits x become cap * tanh(x / cap). Default None: they stay.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class ChunkedCrossEntropy(nn.Cell):
         trained: bool,
         dtype: mstype.Type = mstype.float32,
         shard: VocabShard | None = None,
+        cap: float | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.dtype = dtype
-        self.core = _LossAndLogSum(compiles, trained, shard)
+        self.core = _LossAndLogSum(compiles, trained, shard, cap)
 
     def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> Tensor:
         return self.core(x_ND.astype(self.dtype), weight_VD.astype(self.dtype), labels_N, valid_N1)[0]
@@ -56,12 +58,14 @@ class ChunkedCrossEntropy(nn.Cell):
 class _LossAndLogSum(nn.Cell):
     """(x_ND, weight_VD, labels_N, valid_N1) -> (loss, logsumexp_N1); the backward pass needs the second result."""
 
-    def __init__(self, compiles: Callable[[nn.Cell], Callable], trained: bool, shard: VocabShard | None) -> None:
+    def __init__(
+        self, compiles: Callable[[nn.Cell], Callable], trained: bool, shard: VocabShard | None, cap: float | None
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.shard = shard
         self.first_token = 0 if shard is None else shard.first
-        self.sums = compiles(_ChunkSums())
-        self.gradients = compiles(_ChunkGradients(trained))
+        self.sums = compiles(_ChunkSums(cap))
+        self.gradients = compiles(_ChunkGradients(trained, cap))
         self.log_sum_exp = LogSumExp()
         self.matmul_at = P.MatMul(transpose_a=True)
         self.trained = trained
@@ -125,8 +129,10 @@ def _chunks(x_ND: Tensor, weight_VD: Tensor, first_token: int) -> Iterator[tuple
 class _Chunk(nn.Cell):
     """The computations on a chunk that both passes need."""
 
-    def __init__(self) -> None:
+    def __init__(self, cap: float | None) -> None:
         super().__init__(auto_prefix=False)
+        self.cap = cap
+        self.tanh = P.Tanh()
         self.x_wt = P.MatMul(transpose_b=True)
         self.matmul = P.MatMul()
         self.matmul_at = P.MatMul(transpose_a=True)
@@ -137,7 +143,10 @@ class _Chunk(nn.Cell):
 
     def logits(self, x_ND: Tensor, weight_PD: Tensor) -> Tensor:
         """Returns the float32 logits of the chunk, [N, P]."""
-        return self.cast(self.x_wt(x_ND, weight_PD), mstype.float32)
+        logits_NP = self.cast(self.x_wt(x_ND, weight_PD), mstype.float32)
+        if self.cap is not None:
+            logits_NP = self.tanh(logits_NP / self.cap) * self.cap
+        return logits_NP
 
     def column(self, labels_N: Tensor, first: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """Returns the column of each label in the chunk, and 1 if the label is in the chunk, else 0 and any column."""
@@ -168,8 +177,8 @@ class _ChunkGradients(_Chunk):
     rounding could turn small values to zero.
     """
 
-    def __init__(self, trained: bool) -> None:
-        super().__init__()
+    def __init__(self, trained: bool, cap: float | None) -> None:
+        super().__init__(cap)
         self.trained = trained
 
     def construct(
@@ -183,9 +192,13 @@ class _ChunkGradients(_Chunk):
         grad_x_ND: Tensor,
     ) -> tuple[Tensor, ...]:
         # d loss / d logits = probabilities - one_hot(label)
-        probabilities_NP = ops.exp(self.logits(x_ND, weight_PD) - log_sum_N1)
+        logits_NP = self.logits(x_ND, weight_PD)
+        probabilities_NP = ops.exp(logits_NP - log_sum_N1)
         column_N1, inside_N1 = self.column(labels_N, first, weight_PD.shape[0])
         centred_NP = self.scatter_add(probabilities_NP, 1, column_N1, -inside_N1)
+        if self.cap is not None:
+            shares_NP = logits_NP / self.cap
+            centred_NP = centred_NP * (1 - shares_NP * shares_NP)  # the derivative of tanh
         grad_NP = self.cast(centred_NP * factor_N1, x_ND.dtype)
         grad_x_ND = grad_x_ND + self.cast(self.matmul(grad_NP, weight_PD), mstype.float32)
         # A tuple without None: an Ascend cannot run a compiled function whose result is not a tensor.

@@ -61,7 +61,7 @@ SIZES = "model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size
         ("train_dataset.held_out=1", "must be less than 1"),
         ("train_dataset.data_loader.patterns=[]", "must be a list of at least 1 values"),
         ("seed=[1]", "= [1]: must be an integer"),
-        ("model.arch.type=Gemma2ForCausalLM", "Fix: use another model; unlike in a Llama, scores of attention"),
+        ("model.arch.type=CohereForCausalLM", "Fix: use another model; unlike in a Llama, attention and feed-forward"),
     ],
 )
 def test_types_and_bounds(pair, rule):
