@@ -366,7 +366,7 @@ def _kept_of_layer(
     if is_flash(settings, half):
         scores = spec.heads * 64  # largest score and sum of the softmax, eight times each
     else:
-        scores = kept_scores(spec.heads, settings.seq_length, width)
+        scores = kept_scores(spec, settings.seq_length, width)
     if sequence_ranks > 1:  # in the order of the sequence, up to the last token of either half of the rank's tokens
         scores += (2 * sequence_ranks + 1) * keys * width
     # What dropout leaves of the input of an adapter. Those of the feed-forward layer are not counted.
@@ -380,6 +380,8 @@ def _kept_of_layer(
         gates = 3 * width
         if widens:
             gates = 2 * 4 + width
+        if mlp.is_gelu:  # its result is kept for the gradient of the product, too
+            gates = 3 * 4 + width
         return {"attention": attention, "mlp": streams + projected + gates * mlp.width}
     # Operator by operator: a token's rows before and after each operator that sorts, multiplies and adds up.
     rows = (mlp.chosen * 4 * (hidden + mlp.width) + hidden) * width

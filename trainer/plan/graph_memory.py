@@ -29,6 +29,7 @@ from trainer.models.spec.sublayers import attention_spec, moe_spec
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.schema.model import ModelConfig
+    from trainer.models.spec.model import AttentionSpec
     from trainer.parallel.mesh import Degrees
 
 _FLOAT32_BYTES = 4
@@ -279,16 +280,20 @@ def _heads(settings: ModelConfig, half: bool) -> int:
     # Of the softmax the largest score and the sum, eight times each.
     scores = spec.heads * 64
     if not is_flash(settings, half):
-        scores = kept_scores(spec.heads, settings.seq_length, width)
+        scores = kept_scores(spec, settings.seq_length, width)
     return heads + width * values + scores
 
 
-def kept_scores(heads: int, length: int, width: int) -> int:
+def kept_scores(attention: AttentionSpec, length: int, width: int) -> int:
     """Returns the bytes that plain attention saves of a token's probabilities, in float32 and in a product's dtype.
 
-    Each quarter of the tokens has the keys up to its end: ten sixteenths of all.
+    With a cap of the scores it saves their tanh, too. Each quarter of the tokens has the keys up to its end: ten
+    sixteenths of all.
     """
-    return heads * length * (4 + width * (width < 4)) * 10 // 16
+    saved = _FLOAT32_BYTES + width * (width < _FLOAT32_BYTES)
+    if attention.score_cap is not None:
+        saved += _FLOAT32_BYTES
+    return attention.heads * length * saved * 10 // 16
 
 
 def _experts(settings: ModelConfig, width: int, share: int) -> int:
