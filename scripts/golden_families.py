@@ -116,6 +116,20 @@ FAMILY_CASES = {
         {name: Removal({name: 1.0}) for name in (
             "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")},
     ),
+    "granitemoe": family(
+        "four factors, experts with weights that sum to 1, stacked on disk", "granitemoe",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7, "logits_scaling": 0.6,
+         "num_hidden_layers": 1, "intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"factor": Removal({"residual_multiplier": 1.0}), "chosen experts": Removal({"num_experts_per_tok": 3})}, "1",
+    ),
+    "granitemoeshared": family(
+        "as GraniteMoE, with a shared expert; a tied head", "granitemoeshared",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7, "logits_scaling": 0.6,
+         "num_hidden_layers": 1, "intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "shared_intermediate_size": 12, "tie_word_embeddings": True},
+        {"factor": Removal({"residual_multiplier": 1.0}),
+         "shared expert": Removal(neutral={"shared_mlp.output_linear.weight": 0.0})}, "1",
+    ),
     "seed_oss": family(
         "biases on query, key and value, heads wider than hidden / heads", "seed_oss",
         {"head_dim": 10, "attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0,

@@ -256,8 +256,18 @@ def margin(router: torch.nn.Module, logits_NE: torch.Tensor, chosen_Nk: torch.Te
     return min(float(found.detach().min()) for found in margins)
 
 
+GRANITE_EXPERTS = {
+    ".experts.gate_up_proj": ".input_linear.weight", ".experts.down_proj": ".output_linear.weight",
+    ".router.weight": ".router.layer.weight",
+}  # fmt: skip
+
+
 def on_disk(model_type: str, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """Splits a tensor of transformers 5, which stacks experts and joins gate and up, into those of published files."""
+    if model_type.startswith("granitemoe"):
+        for ours, theirs in GRANITE_EXPERTS.items():
+            name = name.replace(ours, theirs)
+        return {name: array}
     layer, found, part = name.partition(".mlp.")
     if not found or not part.startswith(("experts.", "gate.")):
         return {name: array}

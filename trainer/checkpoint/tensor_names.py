@@ -14,16 +14,21 @@ Phi3       self_attn.qkv_proj [(H + 2K) d, D]                    self_attn.q_pro
 ChatGLM    transformer.encoder.layers.N.self_attention           model.layers.N.self_attn.q_proj, k_proj and
            .query_key_value [(H + 2K) d, D]                      v_proj [H d, D], [K d, D], [K d, D]
            transformer.encoder.layers.N.mlp.dense_h_to_4h        model.layers.N.mlp.gate_proj and up_proj
+Granite    block_sparse_moe.input_linear.weight [E, 2F, D],      the same,
+           block_sparse_moe.output_linear.weight [E, D, F],
+           block_sparse_moe.router.layer.weight,                 mlp.gate.weight
+           shared_mlp.input_linear [2S, D]                       mlp.shared_experts.gate_proj and up_proj [S, D]
 Qwen2-MoE  mlp.shared_expert                                     mlp.shared_experts
 TeleChat2  transformer.h.N.self_attention.key_value [2K d, D]:   model.layers.N.self_attn.k_proj and v_proj
            of each head the key's rows, then the value's
 =========  ====================================================  =============================================
 
 All forms can be read, ChatGLM's also under MindSpore Transformers' names, joined or not. Only the first form and those
-of Mixtral, GLM, Phi3 and Qwen2-MoE are written: classes of transformers find no other names. transformers 5 has the
-form "fused" in memory and can write it. `trainer.config.families` has the names.
+of Mixtral, GLM, Phi3, Granite and Qwen2-MoE are written: classes of transformers find no other names. transformers 5
+has the form "fused" in memory and can write it. `trainer.config.families` has the names.
 
-H query heads, K key/value heads of d numbers, E experts, F width of an expert or feed-forward layer, D hidden size.
+H query heads, K key/value heads of d numbers, E experts, F width of an expert or feed-forward layer, S width of the
+shared experts, D hidden size.
 """
 
 from __future__ import annotations
@@ -43,7 +48,9 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 PER_EXPERT = ExpertNames()
-FUSED = ExpertNames(matrices=("gate_up_proj", "gate_up_proj", "down_proj"))
+FUSED = ExpertNames(
+    matrices=("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj"), is_stacked=True
+)
 _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.gate.weight"
 _MATRICES = tuple(f"{name}.weight" for name in PER_EXPERT.matrices)
@@ -51,8 +58,9 @@ _JOINED = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
+    "shared_mlp.input_linear": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
 }
-"""Matrices that files join, each above the next; in the last one the heads take turns."""
+"""Matrices that files join, each above the next; in self_attn.kv_proj the heads take turns."""
 _PUBLISHED = {theirs: ours for family in FAMILIES.values() for theirs, ours in family.published_names.items()}
 _JOINED_PIECES = tuple(f".{joined}." for family in FAMILIES.values() for joined in family.joined_tensors)
 
@@ -106,6 +114,8 @@ def _split(name: str, array: ArrayOrLazyArray, settings: ModelConfig) -> Iterato
         return
     if joined == "mlp.gate_up_proj":
         parts = _cut(array, settings.ffn_size)
+    elif joined == "shared_mlp.input_linear":
+        parts = _cut(array, settings.shared_expert_size)
     elif joined == "self_attn.qkv_proj":
         parts = _cut(array, queries, queries + keys)
     elif array.shape[0] == 2 * keys:
@@ -128,12 +138,14 @@ def _cut(array: ArrayOrLazyArray, *rows: int) -> list[ArrayOrLazyArray]:
 def find_expert_names(names: Iterable[str]) -> ExpertNames:
     """Returns how a file with these tensor names stores its experts."""
     others = {family.expert_names for family in FAMILIES.values()} - {PER_EXPERT}
+    endings = {f".{form.module}.{form.router}.weight": form for form in others}
+    for form in (*others, FUSED):
+        if form.is_stacked:
+            endings |= {f".{form.module}.{matrix}": form for matrix in form.matrices}
     for name in names:
-        for form in others:
-            if f".{form.module}." in name:
+        for ending, form in endings.items():
+            if name.endswith(ending):
                 return form
-        if name.endswith(tuple(f"{_EXPERTS}{matrix}" for matrix in FUSED.matrices)):
-            return FUSED
     return PER_EXPERT
 
 
@@ -141,11 +153,11 @@ def _names_on_disk(name: str, shape: tuple[int, ...], form: ExpertNames) -> list
     """Returns the names on disk of a parameter: one name, or one for each expert, in order."""
     layer, stack, matrix = name.partition(_EXPERTS)
     if not stack:
-        return [name.replace(_ROUTER, _ROUTER.replace("mlp", form.module))]
+        return [name.replace(_ROUTER, f".{form.module}.{form.router}.weight")]
     if matrix in _MATRICES:
         matrix = form.matrices[_MATRICES.index(matrix)]
-        if form == FUSED:
-            return [f"{layer}{_EXPERTS}{matrix}"]
+        if form.is_stacked:
+            return [f"{layer}.{form.module}.{matrix}"]
         matrix += ".weight"
     return [f"{layer}.{form.module}.experts.{expert}.{matrix}" for expert in range(shape[0])]
 
@@ -157,8 +169,8 @@ def disk_shapes(shapes: Shapes, form: ExpertNames = PER_EXPERT) -> dict[str, tup
         tensors = _names_on_disk(name, shape, form)
         if _EXPERTS not in name:
             shapes_on_disk[tensors[0]] = shape
-        elif form == FUSED:
-            stacks = sum(tensors[0].endswith(matrix) for matrix in FUSED.matrices)
+        elif form.is_stacked:
+            stacks = sum(tensors[0].endswith(matrix) for matrix in form.matrices)
             shapes_on_disk[tensors[0]] = (shape[0], stacks * shape[1], shape[2])
         else:
             shapes_on_disk |= dict.fromkeys(tensors, shape[1:])
@@ -176,15 +188,19 @@ def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[s
         arrays = [weights[tensor] for tensor in _names_on_disk(name, shape, form)]
         if _EXPERTS not in name:
             parameters[name] = arrays[0]
-        elif form == FUSED:
-            # up, which is below gate
-            start = 0
-            if name.endswith(_MATRICES[1]):
-                start = shape[1]
+        elif form.is_stacked:
+            start = _rows_above(name, shape)
             parameters[name] = arrays[0][:, start : start + shape[1]]
         else:
             parameters[name] = stack_arrays(arrays)
     return parameters
+
+
+def _rows_above(name: str, shape: tuple[int, ...]) -> int:
+    """Returns the rows of an expert that a stacked tensor has above those of this matrix: gate is above up."""
+    if name.endswith(_MATRICES[1]):
+        return shape[1]
+    return 0
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -217,7 +233,10 @@ def disk_slices(parts: Mapping[str, ShardSpec], shapes: Shapes, kind: str) -> di
     slices: dict[str, list[DiskSlice]] = {}
     for name, part in parts.items():
         tensors = _names_on_disk(name, part.global_shape, form)
-        if _EXPERTS in name:
+        if _EXPERTS in name and form.is_stacked:
+            spec = _stacked_experts_spec(part, name, form)
+            pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), spec))]
+        elif _EXPERTS in name:
             pieces = [(tensors[expert], DiskSlice(name, local, one)) for expert, one, local in part.items()]
         else:
             pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), part))]
@@ -250,13 +269,27 @@ def _stacked_spec(part: ShardSpec, above: int, rows: int) -> ShardSpec:
     return ShardSpec((rows, *part.global_shape[1:]), shard, part.flat_range)
 
 
+def _stacked_experts_spec(part: ShardSpec, name: str, form: ExpertNames) -> ShardSpec:
+    """Returns the spec of a shard of the experts' matrices in the tensor that stacks them."""
+    experts, rows, columns = part.global_shape
+    stacks = form.matrices.count(form.matrices[_MATRICES.index(name.rpartition(_EXPERTS)[2])])
+    first, row, column = part.shard.start
+    shard = part.shard._replace(start=(first, row + _rows_above(name, part.global_shape), column))
+    return ShardSpec((experts, stacks * rows, columns), shard, part.flat_range)
+
+
 def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
     """Returns tensors to save as in `disk_slices`, as views where they are not made of several parameters."""
     tensors = {}
     specs = {name: full_shard_spec(array.shape) for name, array in arrays.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
     for name, parts in disk_slices(specs, shapes, kind).items():
-        ordered = sorted(parts, key=lambda one: one.spec.shard.start)
-        flat = [arrays[one.name].reshape(-1)[one.local_range] for one in ordered]
-        tensors[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].spec.global_shape)
+        numbers = [arrays[one.name].reshape(-1)[one.local_range].reshape(one.spec.shard.shape) for one in parts]
+        shape = parts[0].spec.global_shape
+        if len(parts) == 1:
+            tensors[name] = numbers[0].reshape(shape)
+            continue
+        tensors[name] = np.empty(shape, numbers[0].dtype)
+        for one, array in zip(parts, numbers, strict=True):
+            tensors[name][one.spec.shard.slices] = array
     return tensors

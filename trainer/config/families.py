@@ -15,11 +15,15 @@ these keys mean for Qwen2, which is not supported ("other")."""
 
 
 class ExpertNames(NamedTuple):
-    """Names of the tensors of an MoE layer; there is one tensor for each expert and matrix."""
+    """Names of the tensors of an MoE layer: one tensor for each expert and matrix, or two that stack all experts."""
 
     module: str = "mlp"
     """The module with router and experts."""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The matrices of an expert. If `is_stacked`: the tensors of gate and up, which are one, and of down."""
+    router: str = "gate"
+    is_stacked: bool = False
+    """One tensor has gate above up of each expert, [E, 2F, D], and another one has down, [E, D, F]."""
 
 
 class SourceClass(NamedTuple):
@@ -129,7 +133,7 @@ _OLMO_NORMS = {
     ".post_self_attn_layernorm.": ".post_attention_layernorm.",
     ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
 }
-_LOSSES = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+_LOSSES: dict[str, Any] = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 _SIGMOID_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0}
 """An expert bias instead of an auxiliary loss balances the load: noaux means "no auxiliary loss"."""
 _GLM = Family(
@@ -152,6 +156,21 @@ _ERNIE_MODEL = {"rope_interleave": True, "tie_word_embeddings": True}
 _GEMMA = {
     "hidden_act": "gelu_pytorch_tanh", "layernorm_zero_centered_gamma": True, "tie_word_embeddings": True,
 }  # fmt: skip
+_GRANITE: dict[str, Any] = _ALL | {
+    "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False,
+    "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+}  # fmt: skip
+_GRANITE_MOE = Family(
+    "granitemoe",
+    _GRANITE | _LOSSES | {"num_key_value_heads": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+    written={"intermediate_size": lambda settings: settings.expert_size},
+    has_output_bias=True,
+    expert_names=ExpertNames(
+        "block_sparse_moe", ("input_linear.weight", "input_linear.weight", "output_linear.weight"), "router.layer",
+        is_stacked=True,
+    ),
+)
+
 # The order matters: a name on disk is another one in memory.
 _GEMMA_NORMS = {
     ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
@@ -204,15 +223,7 @@ FAMILIES = {
         },
         windows="other", has_output_bias=True,
     ),
-    "GraniteForCausalLM": Family(
-        "granite",
-        _ALL | {
-            "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False,
-            "mlp_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-        },
-        has_output_bias=True,
-    ),
+    "GraniteForCausalLM": Family("granite", _GRANITE | {"mlp_bias": False}, has_output_bias=True),
     "Olmo2ForCausalLM": Family(
         "olmo2",
         _ALL | {
@@ -282,6 +293,14 @@ FAMILIES = {
         written={"intermediate_size": lambda settings: settings.expert_size},
         windows="every",
         expert_names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+    ),
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": _GRANITE_MOE._replace(
+        model_type="granitemoeshared", defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
+        tensor_names={".mlp.shared_experts.down_proj.": ".shared_mlp.output_linear."},
+        joined_tensors={
+            "shared_mlp.input_linear": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        },
     ),
     "OlmoeForCausalLM": Family(
         "olmoe",

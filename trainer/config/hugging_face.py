@@ -27,6 +27,7 @@ _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "n_shared_experts": shared_experts,
     "moe_intermediate_size": lambda s: s.expert_size,
     "shared_expert_intermediate_size": lambda s: s.shared_expert_size,
+    "shared_intermediate_size": lambda s: s.shared_expert_size,
     "n_group": lambda s: _experts(s).n_group or 1,
     "topk_group": lambda s: _experts(s).topk_group or _experts(s).n_group or 1,
     "first_k_dense_replace": lambda s: len(_dense_layers(s)),

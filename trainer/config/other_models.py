@@ -18,8 +18,6 @@ OTHERS = {
                     " and keys and tensors of the experts have names of their own",
     "gpt_oss": "attention has sinks, the activation is clipped and its slope is another, and router and experts have"
                " biases",
-    "granitemoe": "the output of experts has a factor, and one matrix has gate and up of all experts",
-    "granitemoeshared": "the output of experts has a factor, and one matrix has gate and up of all experts",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "hunyuan_v1_dense": "query and key have norms after they are rotated, and the rotary base grows with a factor"
                         " alpha",

@@ -291,6 +291,7 @@ class MoeLayer(nn.Cell):
         if expert_group is not None:
             self.dispatch = AllToAllDispatcher(cast("DeviceGroup", expert_group), self.permute, self.unpermute)
         self.drop = kernels.dropout(settings.hidden_dropout)
+        self.output_scale = settings.residual_multiplier
         # With neither a capacity nor safe tokens, every row belongs to an expert.
         fills_rows = moe.effective_capacity is None and not RoutingRule.from_config(moe).safe_tokens
         self.gate, self.up, self.down = (kernels.grouped_matmul(fills_rows) for _ in range(3))
@@ -328,6 +329,8 @@ class MoeLayer(nn.Cell):
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
         if mask_ND is not None:
             added_ND = self.drop(added_ND, mask_ND)
+        if self.output_scale != 1:
+            added_ND = added_ND * self.output_scale
         return x_ND + added_ND, aux_loss, z_loss, routing, scores_NE
 
     def local_rows(self, x_ND: Tensor) -> Tensor:
@@ -386,7 +389,10 @@ class MoeLayer(nn.Cell):
         y_ND, _, scores_NE = self.router(self.local_rows(x_ND), weights[0], weights[1])
         routing = self.route(scores_NE, self.expert_bias(weights), None, self.drop_policy)
         gates_Nk = self.gates(scores_NE, routing[0])
-        return x_ND + self.experts(y_ND, gates_Nk, routing, weights)
+        added_ND = self.experts(y_ND, gates_Nk, routing, weights)
+        if self.output_scale != 1:
+            added_ND = added_ND * self.output_scale
+        return x_ND + added_ND
 
 
 def _index(names: list[str], name: str) -> int | None:

@@ -368,8 +368,8 @@ class ExpertLayer(nn.Cell):
     """
 
     axes: ClassVar = {
-        "keep add_shared add": "n.,n.", "totals log minus": "d.", "share least": "d.,", "entropy": "d.,d.",
-        "all_shares": "..", "divide sums assigns": "..,..",
+        "keep add_shared add": "n.,n.", "totals log minus": "d.", "share least": "d.,", "scale_output": "n.,",
+        "entropy": "d.,d.", "all_shares": "..", "divide sums assigns": "..,..",
     }  # fmt: skip
 
     def __init__(
@@ -406,6 +406,8 @@ class ExpertLayer(nn.Cell):
         self.keep = P.Mul()
         self.add_shared = P.Add()
         self.add = P.Add()
+        self.output_scale = settings.residual_multiplier
+        self.scale_output = P.Mul()
         self.drop = kernels.dropout(settings.hidden_dropout)
         self.share = P.Mul()
         self.all_shares = SumExt()
@@ -443,6 +445,8 @@ class ExpertLayer(nn.Cell):
             added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))
         if seeds_B1 is not None:
             added_ND = self.drop(added_ND, seeds_B1)
+        if self.output_scale != 1:
+            added_ND = self.scale_output(added_ND, self.output_scale)
         x_ND = self.add(x_ND, added_ND)
         if not self.training:
             return x_ND

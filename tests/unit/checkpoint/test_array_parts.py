@@ -124,7 +124,7 @@ def forms(folder: Path) -> Iterator[tuple[str, dict[str, np.ndarray], ModelConfi
         weights, settings = golden(case)
         yield case, weights, settings, "MixtralForCausalLM" if case == "experts_mixtral" else "Qwen3MoeForCausalLM"
         yield f"{case}, fused", fused(weights, settings), settings, ""
-    for case in ("model_glm", "experts_qwen2_moe"):
+    for case in ("model_glm", "experts_qwen2_moe", "family_granitemoeshared"):
         weights, settings, kind = golden_of_family(case, folder)
         yield case, weights, settings, kind
     weights = dict(load_model_case("model_glm").weights)

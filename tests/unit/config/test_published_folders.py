@@ -68,6 +68,21 @@ OLMOE = {
     "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "vocab_size": 50304,
 }  # fmt: skip
 """OLMoE-1B-7B."""
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+    "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
+"""Gemma-2-2B."""
+GRANITE_MOE = {
+    "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0, "hidden_size": 1024, "intermediate_size": 512, "logits_scaling": 6.0,
+    "num_attention_heads": 16, "num_experts_per_tok": 8, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "residual_multiplier": 0.22, "tie_word_embeddings": True, "vocab_size": 49155,
+}  # fmt: skip
+"""Granite-3.0-1B-A400M."""
 
 
 @pytest.mark.parametrize(
@@ -80,8 +95,10 @@ OLMOE = {
         (GLM, "Glm4MoeForCausalLM", 352_797_814_784),
         (OLMO3, "Olmo3ForCausalLM", 7_298_011_136),
         (OLMOE, "OlmoeForCausalLM", 6_919_161_856),
+        (GEMMA2, "Gemma2ForCausalLM", 2_614_341_888),
+        (GRANITE_MOE, "GraniteMoeForCausalLM", 1_334_628_352),
     ],
-    ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE"],
+    ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

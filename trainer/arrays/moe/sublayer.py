@@ -80,6 +80,7 @@ class CpuMoe:
         self.row_ranks: TensorParallel | None = None
         if tensor is not None and not tensor.sequence_parallel:
             self.row_ranks = tensor._replace(sequence_parallel=True)
+        self.scale = np.float32(spec.output_scale)
         self.norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.router = CpuRouter(moe)
         self.experts = CpuExperts(scratch)
@@ -111,12 +112,14 @@ class CpuMoe:
         dropout = self._dropout(call)
 
         def add(tile: Tile) -> None:
-            """Adds the experts' results to the residual stream, with dropout."""
+            """Adds the experts' results to the residual stream, with dropout and factor."""
             added_nD = added_ND[tile.rows]
             if dropout is not None:
                 mask_nD = dropout.rows("mlp_output", tile.rows, added_nD.shape[1])
                 mask_nD *= added_nD
                 added_nD = mask_nD
+            if self.scale != 1:
+                added_nD *= self.scale
             np.add(x_ND[tile.rows], added_nD, out=out_ND[tile.rows])
 
         self.scratch.run(len(x_ND), add)
@@ -141,6 +144,8 @@ class CpuMoe:
             if SHARED_GATE in weights:
                 shared_ND *= sigmoid(y_ND @ weights[SHARED_GATE].T)
             added_ND = added_ND + shared_ND
+        if self.scale != 1:
+            added_ND = added_ND * self.scale
         return x_ND + added_ND
 
     def _normed(self, call: SublayerCall, rows_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -193,15 +198,16 @@ class CpuMoe:
         gradients = call.gradients
         added_grad_ND = grad_ND
         dropout = self._dropout(call)
-        if dropout is not None:
+        if dropout is not None or self.scale != 1:
             added_grad_ND = empty(*grad_ND.shape)[1]
 
-            def drop(tile: Tile) -> None:
-                """Multiplies the gradients of a tile by its dropout mask."""
-                mask_nD = dropout.rows("mlp_output", tile.rows, grad_ND.shape[1])
-                np.multiply(grad_ND[tile.rows], mask_nD, out=added_grad_ND[tile.rows])
+            def change(tile: Tile) -> None:
+                """Multiplies the gradients of a tile by the factor of the output and by its dropout mask."""
+                np.multiply(grad_ND[tile.rows], self.scale, out=added_grad_ND[tile.rows])
+                if dropout is not None:
+                    added_grad_ND[tile.rows] *= dropout.rows("mlp_output", tile.rows, grad_ND.shape[1])
 
-            self.scratch.run(len(grad_ND), drop)
+            self.scratch.run(len(grad_ND), change)
         if self.row_ranks is not None:
             added_grad_ND = added_grad_ND[self.row_ranks.token_shard(len(grad_ND))]
         trained_experts = [field for field, name in _EXPERTS.items() if name in gradients.trained]

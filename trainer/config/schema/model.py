@@ -180,10 +180,7 @@ class ModelConfig(Section):
     embedding_multiplier: float = setting(1.0, "Factor on the embeddings (Granite).", gt=0)
     residual_multiplier: float = setting(
         1.0, "Factor on the output of each sublayer, before it is added to the residual stream (Granite).", gt=0,
-        beside=(
-            Beside("experts", 1.0, "not yet supported with experts"),
-            Beside("multi_latent_attention", 1.0, "not yet supported with multi_latent_attention"),
-        ))
+        beside=Beside("multi_latent_attention", 1.0, "not yet supported with multi_latent_attention"))
     logits_scaling: float = setting(1.0, "Divisor of the logits (Granite).", gt=0)
     final_logit_softcapping: float | None = setting(
         None, "Softcapping of the logits x: cap * tanh(x / cap) (Gemma-2). Default null: none.", gt=0)

@@ -44,7 +44,7 @@ class MoEConfig(Section):
     moe_shared_expert_intermediate_size: int | None = setting(
         None, "Total width of the shared experts. Default null: shared_expert_num times that of an expert.",
         ge=1, le=WIDTH,
-        aliases="shared_expert_intermediate_size")
+        aliases="shared_expert_intermediate_size shared_intermediate_size")
     use_shared_expert_gating: bool = setting(
         False, "Multiply the shared experts' output by the sigmoid of a projection of the token (Qwen2-MoE).",
         aliases="moe_shared_expert_gate")

@@ -227,6 +227,7 @@ class MoeSpec:
         shared_gate: The output of the shared experts is multiplied by a sigmoid gate.
         down_bias: The output of each expert has a bias.
         expert_bias: The router has an expert bias for load balancing.
+        output_scale: Factor on the output, after dropout.
     """
 
     hidden: int
@@ -239,6 +240,7 @@ class MoeSpec:
     down_bias: bool = False
     expert_bias: bool = False
     output_dropout: float = 0.0
+    output_scale: float = 1.0
 
     def local(self, ranks: int) -> MoeSpec:
         """Returns the sublayer of each of `ranks` tensor-parallel ranks, which has columns of the shared experts."""

@@ -129,6 +129,7 @@ def moe_spec(settings: ModelConfig) -> MoeSpec:
         down_bias=settings.down_has_bias,
         expert_bias=moe.has_expert_bias,
         output_dropout=settings.hidden_dropout,
+        output_scale=settings.residual_multiplier,
     )
 
 
