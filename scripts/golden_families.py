@@ -130,6 +130,25 @@ FAMILY_CASES = {
         {"factor": Removal({"residual_multiplier": 1.0}),
          "shared expert": Removal(neutral={"shared_mlp.output_linear.weight": 0.0})}, "1",
     ),
+    "gpt_oss": family(
+        "sinks, a window in one of two layers, a clamped activation, biases of router and experts, yarn without whole"
+        " ends", "gpt_oss",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 8,
+         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.6,
+         "attention_bias": True,
+         "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": None, "rope_theta": 20.0,
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False,
+                          "original_max_position_embeddings": 16}},
+        {
+            "sinks": Removal(neutral={"self_attn.sinks": -1e9}),
+            "window": Removal({"layer_types": ["full_attention"] * 2}),
+            "limit": Removal({"swiglu_limit": 7.0}),
+            "slope": Removal({"swiglu_alpha": 1.0}),
+            "biases": Removal(neutral={"router.bias": 0.0, "gate_up_proj_bias": 0.0, "down_proj_bias": 0.0}),
+            "ends": Removal({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0,
+                                              "truncate": True, "original_max_position_embeddings": 16}}),
+        }, "7",
+    ),
     "seed_oss": family(
         "biases on query, key and value, heads wider than hidden / heads", "seed_oss",
         {"head_dim": 10, "attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0,

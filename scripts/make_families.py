@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "golden" / "families.json"
 KNOWN = (
     "llama", "smollm3", "granite", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text",
-    "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4",
+    "granitemoe", "granitemoeshared", "gpt_oss", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4",
     "phi3",
     "seed_oss", "ernie4_5",
     "deepseek_v3", "deepseek_v2", "dots1",
@@ -55,8 +56,10 @@ def defaults(model_type: str) -> dict[str, Any]:
     found = config_json(CONFIG_MAPPING[model_type](), every=True)
     rope = found.pop("rope_parameters")
     rope = rope.get("full_attention", rope)  # of layers without a sliding window
-    if rope.pop("rope_type") != "default":
-        raise SystemExit(f"{model_type}: rotary positions are scaled by default")
+    scaling = {}
+    if rope["rope_type"] != "default":
+        scaling = {"rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"}}
+    rope = {key: rope[key] for key in ("partial_rotary_factor", "rope_theta") if key in rope} | scaling
     kept = {key: value for key, value in found.items() if key not in base or base[key] != value}
     return {**kept, **rope, "layer_types": None, "model_type": model_type}
 

@@ -15,6 +15,7 @@ from mindspore import Tensor, nn, ops
 
 from trainer.ops import plain as plain_kernels
 from trainer.ops.dropout import DropoutKey, dropout_mask
+from trainer.ops.vocabulary import CrossEntropy
 
 ROWS, TOKENS, HEADS, SIZE = 2, 6, 4, 4
 N, HIDDEN, WIDTH, VOCABULARY, EPS = ROWS * TOKENS, 6, 9, 11, 1e-5
@@ -139,12 +140,12 @@ def attention_case(
     )
 
 
-def cross_entropy_case(kernels: ModuleType) -> Case:
+def cross_entropy_case() -> Case:
     labels = RANDOM.integers(0, VOCABULARY, N).astype(np.int32)
     valid = np.ones(N, bool)
     valid[[0, 3, 9]], labels[[0, 3, 9]] = False, 0  # as InputBuilder marks a label without loss
     return Case(
-        kernels.CrossEntropy, [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)],
+        CrossEntropy, [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)],
         [Tensor(labels), Tensor(valid[:, None].astype(np.float32))],
         lambda x, weight: numpy_kernels.cross_entropy(x, weight, labels, valid),
         lambda x, weight: ops.cross_entropy(
@@ -171,7 +172,7 @@ def cases_of(kernels: ModuleType) -> dict[str, Case]:
         "attention_dropout": attention_case(kernels, HEADS, CAUSAL, 0.3),
         "attention_packed_dropout": attention_case(kernels, 2, PACKED, 0.3),
         "attention_narrow_values": attention_case(kernels, HEADS, PACKED, 0.3, SIZE - 1, 0.4),
-        "cross_entropy": cross_entropy_case(kernels),
+        "cross_entropy": cross_entropy_case(),
     }
 
 

@@ -29,6 +29,7 @@ ROOMS = (
     ("trainer.parallel.mesh",),
     ("trainer.parallel.schedule",),
     # The rules about a model read its description, which is made from the settings.
+    ("trainer.config.family_record",),
     ("trainer.config.families", "trainer.config.location", "trainer.config.patterns"),
     ("trainer.config.schema",),
     ("trainer.models.spec",),
@@ -51,7 +52,7 @@ ROOMS = (
     ("trainer.plan",),
     ("trainer.launch.restart",),
     ("trainer.launch.checks",),
-    ("trainer.device.threads",),
+    ("trainer.device.threads", "trainer.device.pool"),
     ("trainer.parallel",),
     ("trainer.arrays",),
     ("trainer.ops",),

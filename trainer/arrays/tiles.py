@@ -377,6 +377,35 @@ def geglu_gradient(
     store(gelu_nF, up_nF)
 
 
+def clamped_swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, limit: float, alpha: float) -> None:
+    """Writes (u + 1) g sigmoid(alpha g) to `out_nF`: g is gate up to the limit, u is up within it on both sides.
+
+    All arrays are float32. The formula is that of gpt-oss (transformers, GptOssExperts).
+    """
+    gate = np.minimum(gate_nF, np.float32(limit))
+    up = np.clip(up_nF, np.float32(-limit), np.float32(limit))
+    up += 1
+    up *= gate
+    gate *= np.float32(-alpha)
+    np.exp(gate, out=gate)
+    gate += 1
+    np.divide(up, gate, out=out_nF)
+
+
+def clamped_swiglu_gradient(
+    gate_nF: np.ndarray, up_nF: np.ndarray, grad_nF: np.ndarray, limit: float, alpha: float
+) -> None:
+    """Replaces gate and up by their gradients, from that of the result of `clamped_swiglu`."""
+    gate = np.minimum(gate_nF, np.float32(limit))
+    sigmoid = 1 / (1 + np.exp(gate * np.float32(-alpha)))
+    up = np.clip(up_nF, np.float32(-limit), np.float32(limit)) + np.float32(1)
+    slope = sigmoid * (1 + np.float32(alpha) * gate * (1 - sigmoid))
+    is_open = gate_nF <= limit
+    np.multiply(grad_nF, up * slope * is_open, out=gate_nF)
+    is_open = np.abs(up_nF) <= limit
+    np.multiply(grad_nF, gate * sigmoid * is_open, out=up_nF)
+
+
 def soft_cap(x: np.ndarray, cap: float, slope: np.ndarray | None = None) -> None:
     """Replaces x by cap * tanh(x / cap); writes the derivative, 1 - tanh(x / cap)^2, to `slope`."""
     x /= np.float32(cap)

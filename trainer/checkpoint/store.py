@@ -33,6 +33,7 @@ from trainer.errors import UserError
 from trainer.input_files import open_file, read_bytes
 from trainer.parallel.sharding import Shard, ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.storage.interleaved_experts import QUANTIZED
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, Marker, check_saved, matches_checksum
 from trainer.storage.tensor_file import BFLOAT16, LazyArray, TensorFile, concatenate_arrays, read_shard
@@ -506,7 +507,10 @@ def read_safetensors(
     except (OSError, safetensors.SafetensorError) as error:
         raise unreadable(error) from error
     entries = {name: entry for name, entry in tensors.entries.items() if leave_out is None or not leave_out(name)}
-    other = [f"{name} is {entry.code}" for name, entry in entries.items() if entry.code not in _FLOATS]
+    other = [
+        f"{name} is {entry.code}" for name, entry in entries.items()
+        if entry.code not in _FLOATS and not (entry.code == "U8" and name.endswith(QUANTIZED))
+    ]  # fmt: skip
     if other:
         rule = f"weights must be floating-point numbers of 16 to 64 bits; {first_of(other)}"
         raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")

@@ -40,6 +40,7 @@ import numpy as np
 
 from trainer.config.families import FAMILIES, ExpertNames
 from trainer.parallel.sharding import ShardSpec, full_shard_spec
+from trainer.storage.interleaved_experts import join_interleaved_experts, split_interleaved_experts
 from trainer.storage.tensor_file import ArrayOrLazyArray, concatenate_arrays, stack_arrays
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ _JOINED_PIECES = tuple(f".{joined}." for family in FAMILIES.values() for joined 
 
 def split_fused_tensors(weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig) -> dict[str, ArrayOrLazyArray]:
     """Returns the tensors of a file under our names, each matrix by itself; others are kept as they are."""
+    weights = split_interleaved_experts(weights)
     renamed = _renamed_pieces(weights)
     is_joined = any(piece in name for name in weights for piece in _JOINED_PIECES)
     if not renamed and not is_joined and not any(name.startswith("transformer.") for name in weights):
@@ -279,7 +281,10 @@ def _stacked_experts_spec(part: ShardSpec, name: str, form: ExpertNames) -> Shar
 
 
 def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
-    """Returns tensors to save as in `disk_slices`, as views where they are not made of several parameters."""
+    """Returns tensors to save as in `disk_slices`, as views where they are not made of several parameters.
+
+    Experts of gpt-oss are joined as in its files; checkpoints have one tensor for each.
+    """
     tensors = {}
     specs = {name: full_shard_spec(array.shape) for name, array in arrays.items()}
     shapes = {name: array.shape for name, array in arrays.items()}
@@ -292,4 +297,6 @@ def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray
         tensors[name] = np.empty(shape, numbers[0].dtype)
         for one, array in zip(parts, numbers, strict=True):
             tensors[name][one.spec.shard.slices] = array
+    if kind in FAMILIES and FAMILIES[kind].interleaves_experts:
+        return join_interleaved_experts(tensors)
     return tensors

@@ -43,8 +43,8 @@ _ROUNDING = 1e-12
 _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-             "mscale_all_dim"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate",
+             "mscale", "mscale_all_dim"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
 
@@ -73,7 +73,7 @@ def _written(settings: ModelConfig, architecture: str) -> dict[str, Any]:
     expert_keys = yaml_names(MoEConfig)
     values: dict[str, Any] = {}
     for key in (*family.defaults, *family.optional_experts, *family.written):
-        if settings.experts is None and key in expert_keys:
+        if settings.experts is None and key in expert_keys or key == "rope_scaling":  # `config_json` writes it
             continue
         if key in writers:
             values[key] = writers[key](settings)
@@ -112,7 +112,8 @@ def config_json(settings: ModelConfig, architecture: str, dtype: str = "float32"
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None and scaling.rope_type != "default":
         rope = {key: getattr(scaling, key) for key in ("rope_type", *_ROPE_KEYS[scaling.rope_type])}
-        rope = {key: value for key, value in rope.items() if value is not None}
+        # truncate is True by default, and 1.0 equals True
+        rope = {key: value for key, value in rope.items() if value is not None and value is not True}
         if scaling.rope_type != "linear":
             rope["original_max_position_embeddings"] = settings.trained_length
         keys["rope_scaling"] = dict(rope)
@@ -162,6 +163,7 @@ _FACTS = (
           "the same rotary positions in all layers"),
     _Fact(lambda s: attention_spec(s).scale, "another factor on the attention's scores"),
     _Fact(lambda s: (attention_spec(s).score_cap,), "another cap of the attention's scores"),
+    _Fact(lambda s: s.attention_sinks, "attention sinks", "no attention sinks"),
     _Fact(lambda s: (s.final_logit_softcapping,), "another cap of the logits"),
     _Fact(lambda s: (s.activation,), "another activation"),
     _Fact(lambda s: s.norm_offset, "norms with zero-centered weights", "norms without zero-centered weights"),
@@ -179,6 +181,10 @@ _FACTS_OF_EXPERTS = (
     _Fact(lambda s: s.has_shared_gate, "a gate on the shared experts", "no gate on the shared experts"),
     _Fact(lambda s: (_experts(s).n_group or 1) - 1, "groups of experts"),
     _Fact(lambda s: _dense_layers(s), "dense layers"),
+    _Fact(lambda s: (_experts(s).moe_mlp_has_bias, _experts(s).moe_router_has_bias),
+          "other biases of experts or router"),
+    _Fact(lambda s: _experts(s).swiglu_limit and (_experts(s).swiglu_limit, _experts(s).swiglu_alpha),
+          "a clamped activation", "no clamped activation", "an activation with another limit"),
 )
 
 

@@ -16,8 +16,6 @@ OTHERS = {
                    " route tokens by a hash",
     "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, the router has a softmax and an expert bias,"
                     " and keys and tensors of the experts have names of their own",
-    "gpt_oss": "attention has sinks, the activation is clipped and its slope is another, and router and experts have"
-               " biases",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "hunyuan_v1_dense": "query and key have norms after they are rotated, and the rotary base grows with a factor"
                         " alpha",
@@ -32,7 +30,7 @@ DEEPSEEK_V4 = frozenset(
     "enable_hyper_connections enable_hc_head num_residual_streams hc_mult hc_eps hc_sinkhorn_iters"
     " mhc_layernorm_epsilon mhc_sinkhorn_iterations mhc_init_gating_factor use_fused_mhc csa_window_size"
     " csa_compress_ratios compress_ratios csa_compress_rotary_base compress_rope_theta csa_dense_mode o_groups"
-    " o_lora_rank num_hash_layers moe_n_hash_layers actual_vocab_size activation_func_clamp_value swiglu_limit"
+    " o_lora_rank num_hash_layers moe_n_hash_layers actual_vocab_size activation_func_clamp_value"
     " apply_dsa_kernel_fusion experimental_attention_variant index_n_heads index_head_dim index_topk"
     " dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss"
     .split()

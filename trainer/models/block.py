@@ -26,7 +26,7 @@ from mindspore.ops import operations as P
 
 from trainer.models.latent_attention import LatentAttentionLayer
 from trainer.models.projection import Projection
-from trainer.models.spec.names import MTP_NORM, MTP_WEIGHTS, POST_ATTENTION_NORM, POST_MLP_NORM  # noqa: F401
+from trainer.models.spec.names import MTP_NORM, MTP_WEIGHTS, POST_ATTENTION_NORM, POST_MLP_NORM, SINKS  # noqa: F401
 from trainer.models.spec.shapes import block_names
 from trainer.models.spec.sublayers import attention_spec, latent_spec, mlp_spec
 
@@ -128,6 +128,9 @@ class AttentionLayer(nn.Cell):
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.query, self.key, self.value = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "qkv")
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
+        self.sinks: int | None = None
+        if spec.sinks:
+            self.sinks = names.index(SINKS)
         if self.qk_norm:
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
         query_width, key_width = spec.norm_widths
@@ -153,7 +156,11 @@ class AttentionLayer(nn.Cell):
     ) -> Tensor:  # fmt: skip
         y_ND = self.attention_input(x_ND, weights)
         q_NC, k_NK, v_NK = self.project_qkv(y_ND, query_tables, key_tables, weights)
-        return self.project_output(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
+        if self.sinks is None:
+            out_NC = self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout)
+        else:
+            out_NC = self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout, weights[self.sinks])
+        return self.project_output(out_NC, weights)
 
     def project_output(self, context_NC: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Returns what the heads' results add to the residual stream, [N, D]."""
@@ -208,7 +215,10 @@ class AttentionLayer(nn.Cell):
         heads = self.heads
         kv_heads = self.cache_heads
         queries_BQC = q_NC.reshape(rows, -1, q_NC.shape[1])
-        out_BQC = attend(queries_BQC, cached[0], cached[1], mask, heads, kv_heads, scale=self.scale, cap=self.cap)
+        options = {"scale": self.scale, "cap": self.cap}
+        if self.sinks is not None:
+            options["sinks_H"] = weights[self.sinks]
+        out_BQC = attend(queries_BQC, cached[0], cached[1], mask, heads, kv_heads, **options)
         return self.project_output(out_BQC.reshape(q_NC.shape), weights)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:

@@ -17,7 +17,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.models.recompute import Compiled, compile_cell
-from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS
+from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS, EXPERT_GATE_BIAS, EXPERT_UP_BIAS, ROUTER_BIAS
 from trainer.models.spec.shapes import moe_shapes
 from trainer.models.spec.sublayers import moe_config
 from trainer.ops.dispatch import AllToAllDispatcher
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Router(nn.Cell):
-    """(x_ND, norm_D, router_ED) -> (normalised x_ND, logits_NE, scores_NE); logits and scores in float32."""
+    """(x_ND, norm_D, router_ED[, bias_E]) -> (normalised x_ND, logits_NE, scores_NE); logits and scores in float32."""
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
@@ -45,9 +45,11 @@ class Router(nn.Cell):
         self.softmax = P.Softmax()
         self.sigmoid = P.Sigmoid()
 
-    def construct(self, x_ND: Tensor, norm_D: Tensor, router_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def construct(
+        self, x_ND: Tensor, norm_D: Tensor, router_ED: Tensor, bias_E: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         y_ND = self.norm(x_ND, norm_D)
-        logits_NE = self.product(self.cast(y_ND, mstype.float32), router_ED)
+        logits_NE = self.product(self.cast(y_ND, mstype.float32), router_ED, bias_E)
         if self.sigmoid_scores:
             return y_ND, logits_NE, self.sigmoid(logits_NE)
         return y_ND, logits_NE, self.softmax(logits_NE)
@@ -229,6 +231,46 @@ class ExpertBiases(nn.Cell):
         return self.matmul(share_NkE.sum(1), bias_ED)
 
 
+class RowBiases(nn.Cell):
+    """(x_RF, bias_EF, counts_E) -> x plus the bias of the expert that each row belongs to, [R, F]."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.matmul = P.MatMul()
+        self.cast = P.Cast()
+        # A product with it is the cumulative sum, for which an Ascend has a legacy operator only.
+        self.upto_EE = Tensor(np.triu(np.ones((experts, experts), np.float32)))
+
+    def construct(self, x_RF: Tensor, bias_EF: Tensor, counts_E: Tensor) -> Tensor:
+        """Adds nothing to rows that follow those of all experts."""
+        count_1E = self.cast(counts_E, mstype.float32).reshape(1, -1)
+        end_1E = self.matmul(count_1E, self.upto_EE)
+        start_1E = end_1E - count_1E
+        row_R1 = Tensor(np.arange(x_RF.shape[0], dtype=np.float32)[:, None])
+        belongs_RE = ops.logical_and(row_R1 >= start_1E, row_R1 < end_1E)
+        added_RF = self.matmul(ops.stop_gradient(self.cast(belongs_RE, mstype.float32)), bias_EF)
+        return x_RF + self.cast(added_RF, x_RF.dtype)
+
+
+class ClampedSwiGLU(nn.Cell):
+    """(u + 1) g sigmoid(alpha g): g is gate up to the limit, u is up within it on both sides (gpt-oss)."""
+
+    def __init__(self, limit: float, alpha: float) -> None:
+        super().__init__()
+        self.limit = limit
+        self.alpha = alpha
+        self.least = P.Minimum()
+        self.largest = P.Maximum()
+        self.sigmoid = P.Sigmoid()
+        self.cast = P.Cast()
+
+    def construct(self, gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+        """Computes in float32; the result has the dtype of the inputs."""
+        gate = self.least(self.cast(gate_RF, mstype.float32), self.limit)
+        up = self.largest(self.least(self.cast(up_RF, mstype.float32), self.limit), -self.limit)
+        return self.cast((up + 1.0) * gate * self.sigmoid(gate * self.alpha), gate_RF.dtype)
+
+
 class MoeLayer(nn.Cell):
     """The feed-forward sublayer of an MoE layer; one instance serves all layers, like a compiled block.
 
@@ -269,17 +311,24 @@ class MoeLayer(nn.Cell):
         self.first = names.index("mlp.experts.gate_proj.weight")
         self.bias = _index(names, EXPERT_BIAS)
         self.down_bias = _index(names, EXPERT_DOWN_BIAS)
+        self.gate_bias = _index(names, EXPERT_GATE_BIAS)
+        self.up_bias = _index(names, EXPERT_UP_BIAS)
+        self.router_bias = _index(names, ROUTER_BIAS)
+        activation = kernels.swiglu()
+        if moe.swiglu_limit is not None:
+            activation = ClampedSwiGLU(moe.swiglu_limit, moe.swiglu_alpha)
         self.first_shared = len(names) - (3 + settings.has_shared_gate)
         local_experts = moe.expert_num
         if expert_group is not None:
             local_experts //= expert_group.size
+        self.row_biases = RowBiases(local_experts)
         pieces = (
             kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps),
             Router(settings, kernels),
             Gates(settings),
             RouterLosses(settings, kernels, sharing),
             SharedExperts(settings, kernels, rows),
-            kernels.swiglu(),
+            activation,
             ExpertBiases(settings, kernels, local_experts),
         )
         compiled_pieces = [compile_cell(piece, compiled) for piece in pieces]
@@ -318,7 +367,7 @@ class MoeLayer(nn.Cell):
             shares: For gbs_aux_loss: `StepExpertLoad.layer_load`; None, as in a graph: the load of the micro-batch.
         """
         rows_ND = self.local_rows(x_ND)
-        y_ND, logits_NE, scores_NE = self.router(rows_ND, weights[0], weights[1])
+        y_ND, logits_NE, scores_NE = self.scores(rows_ND, weights)
         if routing is None:
             routing = self.route(scores_NE, self.expert_bias(weights), capacity, self.drop_policy)
         gates_Nk = self.gates(scores_NE, routing[0])
@@ -332,6 +381,12 @@ class MoeLayer(nn.Cell):
         if self.output_scale != 1:
             added_ND = added_ND * self.output_scale
         return x_ND + added_ND, aux_loss, z_loss, routing, scores_NE
+
+    def scores(self, x_ND: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the normed rows, and logits and scores of the router."""
+        if self.router_bias is None:
+            return self.router(x_ND, weights[0], weights[1])
+        return self.router(x_ND, weights[0], weights[1], weights[self.router_bias])
 
     def local_rows(self, x_ND: Tensor) -> Tensor:
         """Returns the rows of the residual stream that this rank sends to experts."""
@@ -377,7 +432,12 @@ class MoeLayer(nn.Cell):
         token_R = routing[2]
         counts_E = routing[3]
         rows_RD = self.permute(y_ND, token_R, row_Nk)
-        inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
+        gate_RF = self.gate(rows_RD, gate_EFD, counts_E)
+        up_RF = self.up(rows_RD, up_EFD, counts_E)
+        if self.gate_bias is not None and self.up_bias is not None:
+            gate_RF = self.row_biases(gate_RF, weights[self.gate_bias], counts_E)
+            up_RF = self.row_biases(up_RF, weights[self.up_bias], counts_E)
+        inner_RF = self.swiglu(gate_RF, up_RF)
         added_ND = self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, token_R, row_Nk)
         if self.down_bias is not None:
             bias_ND = self.biases(gates_Nk, routing[0], routing[1], routing[3], weights[self.down_bias])
@@ -386,7 +446,7 @@ class MoeLayer(nn.Cell):
 
     def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Returns the residual stream in an evaluation, or a prediction on a device: no capacity, dropout or losses."""
-        y_ND, _, scores_NE = self.router(self.local_rows(x_ND), weights[0], weights[1])
+        y_ND, _, scores_NE = self.scores(self.local_rows(x_ND), weights)
         routing = self.route(scores_NE, self.expert_bias(weights), None, self.drop_policy)
         gates_Nk = self.gates(scores_NE, routing[0])
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)

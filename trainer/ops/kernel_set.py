@@ -20,7 +20,7 @@ from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
-from trainer.ops.vocabulary import VocabShardRows
+from trainer.ops.vocabulary import CrossEntropy, VocabShardRows
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
@@ -187,7 +187,7 @@ def load_kernels(
         swiglu=elementwise("swiglu", "SwiGLU", compute),
         geglu=elementwise("geglu", "GeGLU", compute),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
-        cross_entropy=partial(plain.CrossEntropy, dtype=compute),
+        cross_entropy=partial(CrossEntropy, dtype=compute),
         soft_cap=rows.SoftCap,
         chunked_loss=chunked_loss,
         router_linear=plain.Linear,

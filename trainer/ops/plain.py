@@ -21,7 +21,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
-from mindspore.ops.auto_generate import MeanExt, SiLU, SiLUGrad, SplitWithSize, SumExt
+from mindspore.ops.auto_generate import MeanExt, SiLU, SiLUGrad, SplitWithSize
 
 from trainer.models.spec.visibility import attention_bias, visible_keys
 from trainer.ops.dropout import DropoutKey, LocalHeads, MaskShard, dropout_mask, scores_mask
@@ -368,10 +368,15 @@ class Attention(Sharded):
         self.cut = SplitWithSize()
         self.cut_bias = SplitWithSize()
         self.join = P.Concat(2)
+        self.add_sinks = P.Add()
+        self.join_sinks = P.Concat(3)
+        self.cut_sinks = SplitWithSize()
 
     def construct(
-        self, q_NC: Tensor, k_NK: Tensor, v_NK: Tensor, bias_B1TT: Tensor, more_mask: None, dropout: Tensor | None
-    ) -> Tensor:
+        self, q_NC: Tensor, k_NK: Tensor, v_NK: Tensor, bias_B1TT: Tensor, more_mask: None, dropout: Tensor | None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attends; the sinks are scores of one more key without a value."""
         rows = bias_B1TT.shape[0]
         length = bias_B1TT.shape[2]
         group = self.heads // self.kv_heads
@@ -385,7 +390,10 @@ class Attention(Sharded):
             shape = (rows, self.kv_heads, length * group, length)
             mask = self.reshape(dropout, shape) if self.draw is None else self.draw(dropout)
             mask = ops.stop_gradient(mask)
-        out = self.attend(q, k, v, bias, mask) if length < _QUARTERS else self.attend_in_quarters(q, k, v, bias, mask)
+        if length < _QUARTERS:
+            out = self.attend(q, k, v, bias, mask, sinks_H)
+        else:
+            out = self.attend_in_quarters(q, k, v, bias, mask, sinks_H)
         out = self.reshape(out, (rows, self.kv_heads, length, group * self.value_size))
         return self.reshape(self.from_heads(out, (0, 2, 1, 3)), (rows * length, self.heads * self.value_size))
 
@@ -394,7 +402,9 @@ class Attention(Sharded):
         width = x_NC.shape[1] // self.kv_heads
         return self.to_heads(self.reshape(x_NC, (rows, -1, self.kv_heads, width)), (0, 2, 1, 3))
 
-    def attend_in_quarters(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_in_quarters(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, sinks_H: Tensor | None
+    ) -> Tensor:
         """Attends in four parts, each with the keys up to its end; the last one has the remainder of the division."""
         length = k.shape[2]
         group = self.heads // self.kv_heads
@@ -411,20 +421,35 @@ class Attention(Sharded):
             v_part = self.cut(v, keys, 2)[0]
             bias_part = self.cut_bias(bias_parts[part], keys, 4)[0]
             mask_part = None if mask is None else self.cut(mask_parts[part], keys, 3)[0]
-            out += (self.attend(q_parts[part], k_part, v_part, bias_part, mask_part),)
-        return self.join((*out, self.attend(q_parts[3], k, v, bias_parts[3], mask_parts[3])))
+            out += (self.attend(q_parts[part], k_part, v_part, bias_part, mask_part, sinks_H),)
+        return self.join((*out, self.attend(q_parts[3], k, v, bias_parts[3], mask_parts[3], sinks_H)))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, sinks_H: Tensor | None
+    ) -> Tensor:
         """Returns [B, K, q*G, width of values] for q tokens and s keys; the bias is [B, 1, q, 1, s]."""
         scores = self.round(self.score(q, k))
         if self.cap is not None:
             scores = self.cap(scores)
         by_token = (q.shape[0], self.kv_heads, bias.shape[2], self.heads // self.kv_heads, bias.shape[4])
         biased = self.add_bias(self.reshape(scores, by_token), bias)
-        probabilities = self.round(self.softmax(self.reshape(biased, scores.shape)))
+        biased = self.reshape(biased, scores.shape)
+        if sinks_H is not None:
+            biased = self.join_sinks((biased, self.sink_scores(sinks_H, biased)))
+        probabilities = self.round(self.softmax(biased))
+        if sinks_H is not None:
+            probabilities = self.cut_sinks(probabilities, (scores.shape[3], 1), 3)[0]
         if mask is not None:
             probabilities = self.drop(probabilities, mask)
         return self.mix(self.cast(probabilities, self.dtype), v)
+
+    def sink_scores(self, sinks_H: Tensor, scores: Tensor) -> Tensor:
+        """Returns the sinks as the scores of one key, [B, K, q*G, 1]."""
+        rows, _, queries, _ = scores.shape
+        group = self.heads // self.kv_heads
+        zeros = ops.zeros((rows, self.kv_heads, queries // group, group), mstype.float32)
+        scores = self.add_sinks(zeros, self.reshape(sinks_H, (1, self.kv_heads, 1, group)))
+        return self.reshape(scores, (rows, self.kv_heads, queries, 1))
 
     def round(self, x: Tensor) -> Tensor:
         """Rounds scores or probabilities to `softmax_dtype`; the result is float32."""
@@ -436,64 +461,6 @@ class Attention(Sharded):
         for cell in (self.draw, self.cap):
             if cell is not None:
                 cell.shard_over(data, tensor)
-
-
-class CrossEntropy(Sharded):
-    """Sum over loss tokens of logsumexp(logits) - logits[label], with logits = x weight^T.
-
-    The vocabulary is sharded like columns, so no rank has all logits of a token. The logarithm of s, the sum of
-    exp(logit - largest), is computed as log1p(s - 1): the bits of MindSpore's Log on a CPU depend on how it divides the
-    elements among threads, which it decides by timing itself.
-
-    Args:
-        dtype: Dtype of the products with the weight. Softmax and loss are always float32.
-        cap: Caps the logits (`SoftCap`). Default None: they stay.
-    """
-
-    axes: ClassVar = {
-        "logits": "d.,t.", "largest exp total picked": "dt", "centre": "dt,d.", "less_one": "d.,", "log": "d.",
-        "one_hot": "dt,,", "pick": "dt,dt", "difference weigh": "d.,d.", "sum": "d.",
-    }  # fmt: skip
-
-    def __init__(self, dtype: mstype.Type = mstype.float32, cap: nn.Cell | None = None) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.cap = cap
-        self.cast = P.Cast()
-        self.logits = P.MatMul(transpose_b=True)
-        self.largest = P.ReduceMax(keep_dims=True)
-        self.centre = P.Sub()
-        self.exp = P.Exp()
-        self.total = SumExt()
-        self.less_one = P.Sub()
-        self.log = P.Log1p()
-        self.one_hot = P.OneHot()
-        self.pick = P.Mul()
-        self.picked = SumExt()
-        self.difference = P.Sub()
-        self.weigh = P.Mul()
-        self.sum = SumExt()
-        self.on = Tensor(1.0, mstype.float32)
-        self.off = Tensor(0.0, mstype.float32)
-
-    def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> Tensor:
-        """Returns the sum of the losses, weighted by valid_N1, in float32."""
-        logits_NV = self.logits(self.cast(x_ND, self.dtype), self.cast(weight_VD, self.dtype))
-        logits_NV = self.cast(logits_NV, mstype.float32)
-        if self.cap is not None:
-            logits_NV = self.cap(logits_NV)
-        # A constant shift: no gradient goes through it.
-        centred_NV = self.centre(logits_NV, ops.stop_gradient(self.largest(logits_NV, 1)))
-        log_sum_N1 = self.log(self.less_one(self.total(self.exp(centred_NV), (1,), True), 1.0))
-        label_NV = self.one_hot(labels_N, weight_VD.shape[0], self.on, self.off)
-        label_logit_N1 = self.picked(self.pick(centred_NV, label_NV), (1,), True)
-        return self.sum(self.weigh(self.difference(log_sum_N1, label_logit_N1), valid_N1))
-
-    def shard_over(self, data: int, tensor: int = 1) -> None:
-        """Shards tokens over `data` ranks and the vocabulary over `tensor` ranks."""
-        super().shard_over(data, tensor)
-        if self.cap is not None:
-            self.cap.shard_over(data, tensor)
 
 
 class Dropout(nn.Cell):
@@ -595,6 +562,7 @@ def cached_mask(visible_BQS: np.ndarray) -> Tensor:
 def cached_attention(
     q_BQC: Tensor, k_BSK: Tensor, v_BSV: Tensor, bias: Tensor, heads: int, kv_heads: int,
     softmax_dtype: mstype.Type = mstype.float32, scale: float | None = None, cap: nn.Cell | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Computes attention of Q new tokens over S cached tokens, [B, Q, H * width of a head's values], forward only.
 
@@ -602,6 +570,7 @@ def cached_attention(
         bias: The result of `cached_mask`. Keys and values that it excludes may contain any finite number.
         scale: Factor of the scores. Default None: 1 / sqrt(d).
         cap: Caps the scores (`SoftCap`). Default None: they stay.
+        sinks_H: A score of each head that takes part in the softmax and has no value.
 
     Returns:
         A tensor with the dtype of the queries.
@@ -618,7 +587,13 @@ def cached_attention(
     scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))).astype(softmax_dtype).astype(mstype.float32)
     if cap is not None:
         scores = cap(scores)
-    probabilities = ops.softmax(scores.reshape(by_query) + bias, -1).astype(softmax_dtype).astype(v.dtype)
+    biased = scores.reshape(by_query) + bias
+    if sinks_H is not None:
+        sinks = sinks_H.reshape(1, kv_heads, 1, heads // kv_heads, 1).broadcast_to((*biased.shape[:-1], 1))
+        biased = ops.concat((biased, sinks.astype(biased.dtype)), -1)
+    probabilities = ops.softmax(biased, -1).astype(softmax_dtype).astype(v.dtype)
+    if sinks_H is not None:
+        probabilities = probabilities[..., :-1]
     out = ops.matmul(probabilities.reshape(rows, kv_heads, -1, k.shape[2]), v)
     out = ops.transpose(out.reshape(rows, kv_heads, queries, -1), (0, 2, 1, 3))
     return out.reshape(rows, queries, -1)

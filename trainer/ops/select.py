@@ -108,6 +108,8 @@ def _limitation(kernel: str, settings: ModelConfig, precision: Precision) -> str
         return f"flash_attention_score takes heads of a multiple of 16 up to 512, here {settings.head_size}"
     if kernel == "attention" and settings.attn_logit_softcapping is not None:
         return f"attn_logit_softcapping is {settings.attn_logit_softcapping:g}; flash_attention_score caps no scores"
+    if kernel == "attention" and settings.attention_sinks:
+        return "attention_sinks is True; flash_attention_score has no sinks"
     values = attention_spec(settings).value_size
     if kernel == "attention" and values > settings.head_size:
         here = f"here {values} and {settings.head_size}"

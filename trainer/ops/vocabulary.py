@@ -1,4 +1,6 @@
-"""The embedding of tensor-parallel ranks that shard the vocabulary. `ascend/loss.py` has their cross entropy.
+"""Cross entropy of plain operators, and the embedding of tensor-parallel ranks that shard the vocabulary.
+
+`ascend/loss.py` has the cross entropy of an Ascend, with and without such ranks.
 
 Legend: N tokens, E width of the embedding, V this rank's vocabulary, R ranks.
 """
@@ -6,11 +8,14 @@ Legend: N tokens, E width of the embedding, V this rank's vocabulary, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import SumExt
+
+from trainer.ops.plain import Sharded
 
 
 class VocabShard(NamedTuple):
@@ -51,3 +56,61 @@ class VocabShardRows(nn.Cell):
         row_N, inside_N = local_token_ids(ids_N, self.first, weight_VE.shape[0])
         ones_1E = ops.ones((1, weight_VE.shape[1]), weight_VE.dtype)
         return self.gather_rows(weight_VE, row_N) * self.matmul(inside_N.reshape(-1, 1), ones_1E)
+
+
+class CrossEntropy(Sharded):
+    """Sum over loss tokens of logsumexp(logits) - logits[label], with logits = x weight^T.
+
+    The vocabulary is sharded like columns, so no rank has all logits of a token. The logarithm of s, the sum of
+    exp(logit - largest), is computed as log1p(s - 1): the bits of MindSpore's Log on a CPU depend on how it divides the
+    elements among threads, which it decides by timing itself.
+
+    Args:
+        dtype: Dtype of the products with the weight. Softmax and loss are always float32.
+        cap: Caps the logits (`SoftCap`). Default None: they stay.
+    """
+
+    axes: ClassVar = {
+        "logits": "d.,t.", "largest exp total picked": "dt", "centre": "dt,d.", "less_one": "d.,", "log": "d.",
+        "one_hot": "dt,,", "pick": "dt,dt", "difference weigh": "d.,d.", "sum": "d.",
+    }  # fmt: skip
+
+    def __init__(self, dtype: mstype.Type = mstype.float32, cap: nn.Cell | None = None) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.cap = cap
+        self.cast = P.Cast()
+        self.logits = P.MatMul(transpose_b=True)
+        self.largest = P.ReduceMax(keep_dims=True)
+        self.centre = P.Sub()
+        self.exp = P.Exp()
+        self.total = SumExt()
+        self.less_one = P.Sub()
+        self.log = P.Log1p()
+        self.one_hot = P.OneHot()
+        self.pick = P.Mul()
+        self.picked = SumExt()
+        self.difference = P.Sub()
+        self.weigh = P.Mul()
+        self.sum = SumExt()
+        self.on = Tensor(1.0, mstype.float32)
+        self.off = Tensor(0.0, mstype.float32)
+
+    def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> Tensor:
+        """Returns the sum of the losses, weighted by valid_N1, in float32."""
+        logits_NV = self.logits(self.cast(x_ND, self.dtype), self.cast(weight_VD, self.dtype))
+        logits_NV = self.cast(logits_NV, mstype.float32)
+        if self.cap is not None:
+            logits_NV = self.cap(logits_NV)
+        # A constant shift: no gradient goes through it.
+        centred_NV = self.centre(logits_NV, ops.stop_gradient(self.largest(logits_NV, 1)))
+        log_sum_N1 = self.log(self.less_one(self.total(self.exp(centred_NV), (1,), True), 1.0))
+        label_NV = self.one_hot(labels_N, weight_VD.shape[0], self.on, self.off)
+        label_logit_N1 = self.picked(self.pick(centred_NV, label_NV), (1,), True)
+        return self.sum(self.weigh(self.difference(log_sum_N1, label_logit_N1), valid_N1))
+
+    def shard_over(self, data: int, tensor: int = 1) -> None:
+        """Shards tokens over `data` ranks and the vocabulary over `tensor` ranks."""
+        super().shard_over(data, tensor)
+        if self.cap is not None:
+            self.cap.shard_over(data, tensor)

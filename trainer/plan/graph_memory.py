@@ -226,7 +226,7 @@ def _copies(matrices: Mapping[str, int], layer: int, width: int) -> dict[str, in
 
 def is_flash(settings: ModelConfig, half: bool) -> bool:
     """Returns whether the fused operator computes attention, which saves no probabilities."""
-    if settings.attn_logit_softcapping is not None:
+    if settings.attn_logit_softcapping is not None or settings.attention_sinks:
         return False
     return bool(settings.use_flash_attention) and half and settings.head_size % 16 == 0
 

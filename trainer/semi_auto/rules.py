@@ -126,6 +126,14 @@ def _expert_parallel(config: Config) -> Iterator[ConfigError]:
     if config.decoder.down_has_bias:
         fix = f"set it to False, {_INSTEAD}"
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
+    moe = config.decoder.experts
+    for name, is_used in (
+        ("moe_mlp_has_bias", moe.moe_mlp_has_bias), ("moe_router_has_bias", moe.moe_router_has_bias),
+        ("swiglu_limit", moe.swiglu_limit is not None),
+    ):  # fmt: skip
+        if is_used:
+            key = f"model.model_config.moe_config.{name}"
+            yield problem(config, key, _NOT_YET, "set parallel.parallel_mode to 0")
 
 
 def _communication(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
@@ -202,6 +210,8 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
     if settings.has_window_rotary:
         rule = f"{_NOT_YET}: rotary positions that differ between kinds of layers"
         yield problem(config, "model.model_config.window_rope_theta", rule, "set parallel.parallel_mode to 0")
+    if settings.attention_sinks:
+        yield problem(config, "model.model_config.attention_sinks", _NOT_YET, "set parallel.parallel_mode to 0")
     sequence = config.parallel_config.use_seq_parallel
     adapter = adapter_spec(settings)
     if sequence and latent_spec(settings) is not None and adapter is not None and adapter.dropout:

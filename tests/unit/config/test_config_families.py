@@ -63,6 +63,8 @@ def test_olmo3_scales_positions_only_in_layers_without_a_window() -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_config_json_names_the_family_where_arch_does_not(kind: str) -> None:
     experts = ", num_experts: 4, n_shared_experts: 1" if FAMILIES[kind].is_mixture else ""
+    if FAMILIES[kind].experts.get("moe_mlp_has_bias"):
+        experts = ", num_experts: 4"
     for named in (f"architectures: [{kind}]", f"model_type: {FAMILIES[kind].model_type}"):
         config = load(f"model_config: {{{SIZES}, num_key_value_heads: 2{experts}, {named}}}\n")
         assert config.model.arch.type == kind

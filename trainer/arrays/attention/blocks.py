@@ -29,6 +29,8 @@ _SCORES = 1 << 19  # that a thread computes at once, for several heads of the lo
 class BlockAttention:
     """Computes softmax(q k^T) v, with the masks of the blocks; q is scaled already, and scores may have a cap.
 
+    The sinks of the heads are scores of one more key, whose value is 0.
+
     Args:
         heads, kv_heads: The query heads and key/value heads of this rank.
     """
@@ -40,12 +42,13 @@ class BlockAttention:
         self.value_size = spec.value_size
         self.rate = spec.dropout
         self.cap = spec.score_cap
+        self.extra_keys = int(spec.sinks)
         self.width = heads * spec.value_size
 
     def forward(
         self, sequence: SequenceBlocks, block: QueryBlock, q_NC: np.ndarray, k_NK: np.ndarray, v_NK: np.ndarray,
         out_NV: np.ndarray, tile: Tile, dropout: LayerDropout | None, keep_masks: bool = False,
-        max_logits: np.ndarray | None = None,
+        max_logits: np.ndarray | None = None, sinks_KG: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Writes the results of the block's queries to their rows of `out_NV`.
 
@@ -60,10 +63,13 @@ class BlockAttention:
             v = self._keys(v_NK, block.keys, heads, self.value_size)
             for group in range(self.groups):
                 q = self._queries(q_NC, block, heads, group, self.head_size)
-                scores = _view(scores_buffer[0], len(q), q.shape[1], k.shape[1])
-                _masked_scores(q, k, block, scores, self.cap)
+                keys = k.shape[1]
+                scores = _view(scores_buffer[0], len(q), q.shape[1], keys + self.extra_keys)
+                _masked_scores(q, k, block, scores[..., :keys], self.cap)
                 if max_logits is not None:
-                    np.maximum(max_logits[heads, group], scores.max((1, 2)), out=max_logits[heads, group])
+                    np.maximum(max_logits[heads, group], scores[..., :keys].max((1, 2)), out=max_logits[heads, group])
+                if sinks_KG is not None:
+                    scores[..., keys] = sinks_KG[heads, group, None]
                 if narrow_buffer:
                     probabilities = _view(narrow_buffer[0], *scores.shape)
                 else:
@@ -72,18 +78,19 @@ class BlockAttention:
                     run.softmax(scores, probabilities)
                 else:
                     run.softmax(scores, scores)
-                    scores *= mask[:, group]
+                    scores[..., :keys] *= mask[:, group]
                     to_bfloat16_if_needed(scores, probabilities)
-                run.matmul(probabilities, v, self._queries(out_NV, block, heads, group, self.value_size))
+                out = self._queries(out_NV, block, heads, group, self.value_size)
+                run.matmul(probabilities[..., :keys], v, out)
 
     def backward(
         self, sequence: SequenceBlocks, heads: slice, q_NC: np.ndarray, k_NK: np.ndarray, v_NK: np.ndarray,
         grad_NV: np.ndarray, grad_q_NC: np.ndarray, grad_k_NK: np.ndarray, grad_v_NK: np.ndarray, tile: Tile,
-        dropout: LayerDropout | None,
+        dropout: LayerDropout | None, sinks_KG: np.ndarray | None = None, grad_sinks_KG: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Writes the gradients of queries, keys and values of some key/value heads of a sequence.
 
-        One thread adds them up block by block.
+        One thread adds them up block by block. Those of the sinks are added to `grad_sinks_KG`.
         """
         for array, size in ((grad_k_NK, self.head_size), (grad_v_NK, self.value_size)):
             self._keys(array, sequence.keys, heads, size)[...] = 0
@@ -102,7 +109,7 @@ class BlockAttention:
                 q = self._queries(q_NC, block, heads, group, self.head_size)
                 grad = self._queries(grad_NV, block, heads, group, self.value_size)
                 grad_q = self._queries(grad_q_NC, block, heads, group, self.head_size)
-                shape = len(q), q.shape[1], k.shape[1]
+                shape = len(q), q.shape[1], k.shape[1] + self.extra_keys
                 buffers = [_view(buffer, *shape) for buffer in (*wide_buffers, *narrow_buffers)]
                 group_mask = None
                 if mask is not None:
@@ -110,7 +117,14 @@ class BlockAttention:
                 cap = None
                 if self.cap is not None and slope_buffer is not None:
                     cap = self.cap, _view(slope_buffer, *shape)
-                _block_gradients(block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, group_mask, cap)
+                sink = None
+                if sinks_KG is not None:
+                    sink = sinks_KG[heads, group]
+                grad_sink = _block_gradients(
+                    block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, group_mask, cap, sink
+                )
+                if grad_sinks_KG is not None:
+                    grad_sinks_KG[heads, group] += grad_sink
 
     def tasks(
         self, blocks: Sequence[SequenceBlocks], min_tasks: int
@@ -136,7 +150,8 @@ class BlockAttention:
 
         The second list is empty if `dtype` is float32.
         """
-        size = (heads.stop - heads.start) * _scores_of(block)
+        queries = block.queries.stop - block.queries.start
+        size = (heads.stop - heads.start) * (_scores_of(block) + queries * self.extra_keys)
         wide = [tile.take_array(size) for _ in range(number)]
         if dtype == np.float32:
             return wide, []
@@ -169,39 +184,54 @@ class BlockAttention:
 def _block_gradients(
     block: QueryBlock, q: np.ndarray, k: np.ndarray, v: np.ndarray, grad: np.ndarray, grad_q: np.ndarray,
     grad_k: np.ndarray, grad_v: np.ndarray, buffers: Sequence[np.ndarray], mask: np.ndarray | None,
-    cap: tuple[float, np.ndarray] | None,
-) -> None:  # fmt: skip
+    cap: tuple[float, np.ndarray] | None, sink_h: np.ndarray | None,
+) -> np.ndarray | None:  # fmt: skip
     """Writes the gradients of the queries of a block; adds those of its keys and values to `grad_k` and `grad_v`.
 
     Args:
         cap: The cap of the scores, and an array for its slope.
+        sink_h: The sinks of the heads.
+
+    Returns:
+        The gradients of the sinks; None without sinks.
     """
     probabilities, grad_scores, *narrow = buffers
     # Probabilities and gradients of scores in the dtype of the products.
     factor, grad_factor = narrow or (probabilities, grad_scores)
     run = operators()
+    keys = k.shape[1]
     if cap is None:
-        _masked_scores(q, k, block, probabilities)
+        _masked_scores(q, k, block, probabilities[..., :keys])
     else:
-        _masked_scores(q, k, block, probabilities, *cap)
+        _masked_scores(q, k, block, probabilities[..., :keys], cap[0], cap[1][..., :keys])
+    if sink_h is not None:
+        probabilities[..., keys] = sink_h[:, None]
+        grad_scores[..., keys] = 0
     run.softmax(probabilities, probabilities)
-    run.matmul(grad, v.swapaxes(1, 2), grad_scores)
-    kept = probabilities
+    run.matmul(grad, v.swapaxes(1, 2), grad_scores[..., :keys])
+    kept = probabilities[..., :keys]
+    factor = factor[..., :keys]
     if mask is not None:
-        grad_scores *= mask
-        kept = probabilities * mask
-        if factor is probabilities:
+        grad_scores[..., :keys] *= mask
+        kept = kept * mask
+        if factor.dtype == kept.dtype:
             factor = kept
     to_bfloat16_if_needed(kept, factor)
     run.matmul(factor.swapaxes(1, 2), grad, grad_v, True)
-    if cap is None:
+    grad_sink_h = None
+    if cap is None and sink_h is None:
         run.softmax_gradient(probabilities, grad_scores, grad_factor)
     else:
         run.softmax_gradient(probabilities, grad_scores, grad_scores)
-        grad_scores *= cap[1]
+        if sink_h is not None:
+            grad_sink_h = grad_scores[..., keys].sum(1)
+        if cap is not None:
+            grad_scores[..., :keys] *= cap[1][..., :keys]
         to_bfloat16_if_needed(grad_scores, grad_factor)
+    grad_factor = grad_factor[..., :keys]
     run.matmul(grad_factor, k, grad_q)
     run.matmul(grad_factor.swapaxes(1, 2), q, grad_k, True)
+    return grad_sink_h
 
 
 def _masked_scores(

@@ -69,8 +69,9 @@ def cached_bias(visible_BQS: np.ndarray, groups: int) -> np.ndarray | None:
 
 
 def attend_cached(
-    q_NC: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None = None
-) -> np.ndarray:
+    q_NC: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None = None,
+    sinks_H: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
     """Returns softmax(q k^T + mask) v of each head, [N, C]; q is scaled already.
 
     Threads share the sequences and heads of a large product.
@@ -79,14 +80,18 @@ def attend_cached(
         keys, values: [B, K, S, d].
         mask: As `cached_mask` returns it.
         cap: The cap of the scores.
+        sinks_H: A score of each head that takes part in the softmax and has no value.
     """
     rows, kv_heads, cached, size = keys.shape
     queries = len(q_NC) // rows
     q = q_NC.reshape(rows, queries, kv_heads, -1, size)
     q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, size)
+    sinks = None
+    if sinks_H is not None:  # of the rows of q
+        sinks = np.tile(sinks_H.reshape(kv_heads, -1), queries)[None, ..., None]
     threads = host_threads()
     if threads.threads == 1 or q.size * cached < _SHARED_WORK:
-        out = _attend(q, keys, values, mask, cap)
+        out = _attend(q, keys, values, mask, cap, sinks)
     else:
         out = np.empty((*q.shape[:3], values.shape[-1]), np.float32)
 
@@ -95,7 +100,10 @@ def attend_cached(
             sequence_mask = None
             if mask is not None:
                 sequence_mask = mask[place[0], 0]
-            out[place] = _attend(q[place], keys[place], values[place], sequence_mask, cap)
+            head_sinks = None
+            if sinks is not None:
+                head_sinks = sinks[0, place[1]]
+            out[place] = _attend(q[place], keys[place], values[place], sequence_mask, cap, head_sinks)
 
         threads.run(np.ndindex(rows, kv_heads), attend_one)
     out = out.reshape(rows, kv_heads, queries, -1).transpose(0, 2, 1, 3)
@@ -103,14 +111,21 @@ def attend_cached(
 
 
 def _attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None
-) -> np.ndarray:
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None,
+    sinks: np.ndarray | None,
+) -> np.ndarray:  # fmt: skip
     scores = q @ keys.swapaxes(-1, -2)
     if cap is not None:
         soft_cap(scores, cap)
     if mask is not None:
         scores += mask
-    scores -= scores.max(-1, keepdims=True)
+    largest = scores.max(-1, keepdims=True)
+    if sinks is not None:
+        largest = np.maximum(largest, sinks)
+    scores -= largest
     np.exp(scores, out=scores)
-    scores /= scores.sum(-1, keepdims=True)
+    total = scores.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks - largest)
+    scores /= total
     return scores @ values

@@ -21,7 +21,7 @@ from trainer.arrays.attention.positions import CpuRotary
 from trainer.arrays.memory import empty, host_threads, to_bfloat16_if_needed, to_float32_if_needed
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
 from trainer.arrays.tiles import CpuRmsNorm
-from trainer.models.spec.names import INPUT_NORM, POST_ATTENTION_NORM
+from trainer.models.spec.names import INPUT_NORM, POST_ATTENTION_NORM, SINKS
 from trainer.models.spec.saved import attention_saved
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class HeadProjections:
         v_NK = tile.take(self.widths[1])
         self.compute(call, x_ND, rotation_N1h, q_NC, k_NK, v_NK, tile)
         keys, values = cache.update(layer, (k_NK, v_NK))
-        return attend_cached(q_NC, keys, values, mask, self.cap)
+        return attend_cached(q_NC, keys, values, mask, self.cap, call.weights.get(SINKS))
 
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grads: Sequence[np.ndarray],
@@ -226,6 +226,7 @@ class CpuAttention:
 
         tasks = [(sequence, block) for sequence in sequences for block in sequence.blocks]
         max_logits = np.zeros((len(tasks), self.attention.kv_heads, self.attention.groups), np.float32)
+        sinks_KG = self._sinks(call)
 
         def attend(number: int, thread: int) -> None:
             """Computes the attention of a block of queries, then their output projection."""
@@ -236,7 +237,7 @@ class CpuAttention:
             if call.max_logits is not None:
                 max_of_task = max_logits[number]
             self.attention.forward(
-                sequence, block, *inputs, heads_NV, tile, call.dropout, call.save, max_of_task
+                sequence, block, *inputs, heads_NV, tile, call.dropout, call.save, max_of_task, sinks_KG
             )
             if self.ulysses == 1:
                 self.output.forward(call, x_ND, heads_NV[tile.rows], out_ND, tile)
@@ -310,17 +311,28 @@ class CpuAttention:
         if context is not None:
             grad_heads_NV = context.to_heads(grad_heads_NV, self.spec.heads, len(sequences))
         grads = [empty(*saved[name].shape)[1] for name in "qkv"]
+        sinks_KG = self._sinks(call)
+        tasks = list(self.attention.tasks(sequences, _MIN_TASKS))
+        sinks_shape = 0, 0
+        if sinks_KG is not None:
+            sinks_shape = sinks_KG.shape
+        sink_grads = np.zeros((len(tasks), *sinks_shape), np.float32)  # in the order of the tasks: equal bits
 
-        def attend(task: tuple[SequenceBlocks, slice], thread: int) -> None:
+        def attend(number: int, thread: int) -> None:
             """Computes the gradients of queries, keys and values for some heads of a sequence."""
-            sequence, heads = task
+            sequence, heads = tasks[number]
+            grad_sinks_KG = None
+            if sinks_KG is not None:
+                grad_sinks_KG = sink_grads[number]
             tile = self.scratch.tile(sequence.keys, thread)
             self.attention.backward(
                 sequence, heads, saved["q"], saved["k"], saved["v"], grad_heads_NV, grads[0], grads[1], grads[2], tile,
-                call.dropout,
+                call.dropout, sinks_KG, grad_sinks_KG,
             )  # fmt: skip
 
-        host_threads().run(self.attention.tasks(sequences, _MIN_TASKS), attend)
+        host_threads().run(range(len(tasks)), attend)
+        if sinks_KG is not None and call.gradients.needs(SINKS):
+            self._add_sink_gradients(call, sink_grads.sum(0).reshape(-1))
         if context is not None:
             grads[0] = context.to_tokens(grads[0], self.spec.heads, len(sequences))
             for place in (1, 2):
@@ -328,6 +340,27 @@ class CpuAttention:
                 grads[place] = context.to_tokens(local_MK, self.spec.kv_heads, len(sequences))
         self.projections.backward(call, x_ND, positions, grads, grad_ND, out_ND)
         return result, self.rotary.unpair_gradients(call.gradients.compute())
+
+    def _sinks(self, call: SublayerCall) -> np.ndarray | None:
+        """Returns the sinks of the heads whose attention this rank computes, [K, G]; None without sinks."""
+        sinks_H = call.weights.get(SINKS)
+        if sinks_H is None:
+            return None
+        return sinks_H[self._attended_heads()].reshape(self.attention.kv_heads, -1)
+
+    def _attended_heads(self) -> slice:
+        """Returns the heads whose attention this rank computes, among those that it projects."""
+        heads = self.attention.kv_heads * self.attention.groups
+        first = 0
+        if self.context is not None and self.context.ulysses is not None:
+            first = self.context.ulysses.rank * heads
+        return slice(first, first + heads)
+
+    def _add_sink_gradients(self, call: SublayerCall, grad_h: np.ndarray) -> None:
+        """Adds the gradients of the sinks; those of heads of other ranks are 0."""
+        call.gradients.tensors[SINKS], grad_H = empty(self.spec.heads)
+        grad_H[...] = 0
+        grad_H[self._attended_heads()] = grad_h
 
     def _output_gradients(self, call: SublayerCall, grad_ND: np.ndarray, grad_heads_NV: np.ndarray) -> None:
         """Writes the gradients of the heads' results, and adds those of the output projection and its norm."""

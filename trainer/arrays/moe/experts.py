@@ -23,7 +23,7 @@ from trainer.arrays.memory import (
     take_tokens,
 )
 from trainer.arrays.onednn import operators
-from trainer.arrays.tiles import swiglu
+from trainer.arrays.tiles import clamped_swiglu, clamped_swiglu_gradient, swiglu
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -39,12 +39,14 @@ _MAX_SEGMENTS = 4  # of one expert's rows, each with its own gradient of the wei
 
 
 class ExpertWeights(NamedTuple):
-    """The stacked weights of some experts: [E, F, D], [E, F, D], [E, D, F], and where outputs have a bias [E, D]."""
+    """The stacked weights of some experts: [E, F, D], [E, F, D], [E, D, F]; biases [E, D], [E, F] and [E, F]."""
 
     gate: np.ndarray
     up: np.ndarray
     down: np.ndarray
     bias: np.ndarray | None = None
+    gate_bias: np.ndarray | None = None
+    up_bias: np.ndarray | None = None
 
 
 class SavedExperts(NamedTuple):
@@ -66,10 +68,14 @@ class CpuExperts:
     """Computes the sum over a token's experts e of its gate for e times (down_e(silu(gate_e(x)) * up_e(x)) + bias_e).
 
     An expert without rows costs nothing, and its gradients are zero. Rows after those of the last expert are unused.
+
+    Args:
+        clamp: The limit and the slope of `clamped_swiglu`, which replaces silu(gate) * up; None: SwiGLU.
     """
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Scratch, clamp: tuple[float, float] | None = None) -> None:
         self.scratch = scratch
+        self.clamp = clamp
 
     def forward(
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing
@@ -93,8 +99,12 @@ class CpuExperts:
             take_tokens(x_ND, routing.token_R[rows], x_rD)
             run.matmul(x_rD, weights.gate[expert].T, saved.gate_RF[rows])
             run.matmul(x_rD, weights.up[expert].T, saved.up_RF[rows])
-            run.silu(saved.gate_RF[rows], inner_rF)
-            inner_rF *= saved.up_RF[rows]
+            _add_biases(weights, expert, saved.gate_RF[rows], saved.up_RF[rows])
+            if self.clamp is None:
+                run.silu(saved.gate_RF[rows], inner_rF)
+                inner_rF *= saved.up_RF[rows]
+            else:
+                clamped_swiglu(saved.gate_RF[rows], saved.up_RF[rows], inner_rF, *self.clamp)
             inner_rF *= gate_R[rows, None]
             run.matmul(inner_rF, weights.down[expert].T, y_RD[rows])
             if weights.bias is not None:
@@ -118,7 +128,11 @@ class CpuExperts:
             take_tokens(x_ND, routing.token_R[rows], x_rD)
             tile.project(x_rD, weights.gate[expert], inner_rF)
             tile.project(x_rD, weights.up[expert], up_rF)
-            swiglu(inner_rF, up_rF, inner_rF)
+            _add_biases(weights, expert, inner_rF, up_rF)
+            if self.clamp is None:
+                swiglu(inner_rF, up_rF, inner_rF)
+            else:
+                clamped_swiglu(inner_rF, up_rF, inner_rF, *self.clamp)
             tile.project(inner_rF, weights.down[expert], rows_RD[rows])
             if weights.bias is not None:
                 rows_RD[rows] += weights.bias[expert]
@@ -160,7 +174,7 @@ class CpuExperts:
                 grad_gate_rF = saved.gate_RF[rows]
                 grad_up_rF = saved.up_RF[rows]
                 grad_gate_R[rows] = _weighted_swiglu_gradient(
-                    grad_gate_rF, grad_up_rF, inner_rF, grad_inner_rF, gate_R[rows], tile
+                    grad_gate_rF, grad_up_rF, inner_rF, grad_inner_rF, gate_R[rows], tile, self.clamp
                 )
                 if weights.bias is not None:
                     grad_gate_R[rows] += grad_rD @ weights.bias[expert]
@@ -173,6 +187,9 @@ class CpuExperts:
                         sums[name].add_product(segment, rows, left, right)
                 if "bias" in sums:
                     sums["bias"].add(segment, rows, gate_R[rows] @ grad_rD)
+                for name, grad_rF in (("gate_bias", grad_gate_rF), ("up_bias", grad_up_rF)):
+                    if name in sums:
+                        sums[name].add(segment, rows, grad_rF.sum(0))
 
         host_threads().run(_segments(routing.counts_E), compute)
         combine_expert_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
@@ -182,6 +199,13 @@ class CpuExperts:
 
 def _most_rows(weights: ExpertWeights) -> int:
     return max(1, min(_MOST_ROWS, _SCRATCH_NUMBERS // (3 * sum(weights.gate.shape[1:]))))
+
+
+def _add_biases(weights: ExpertWeights, expert: int, gate_rF: np.ndarray, up_rF: np.ndarray) -> None:
+    """Adds the biases of an expert to its products before the activation."""
+    if weights.gate_bias is not None and weights.up_bias is not None:
+        gate_rF += weights.gate_bias[expert]
+        up_rF += weights.up_bias[expert]
 
 
 def _gate_of_rows(gates_Nk: np.ndarray, routing: Routing) -> np.ndarray:
@@ -237,9 +261,12 @@ def _segments(counts_E: np.ndarray) -> Iterator[tuple[int, int, slice]]:
 
 
 def _weighted_swiglu_gradient(
-    gate_rF: np.ndarray, up_rF: np.ndarray, inner_rF: np.ndarray, grad_rF: np.ndarray, weight_r: np.ndarray, tile: Tile
-) -> np.ndarray:
+    gate_rF: np.ndarray, up_rF: np.ndarray, inner_rF: np.ndarray, grad_rF: np.ndarray, weight_r: np.ndarray, tile: Tile,
+    clamp: tuple[float, float] | None,
+) -> np.ndarray:  # fmt: skip
     """Computes the gradients of weight_r * silu(gate) * up, and returns the gradient of the factor of each row.
+
+    With `clamp`, `clamped_swiglu` replaces silu(gate) * up.
 
     Args:
         gate_rF, up_rF: Replaced by their gradients.
@@ -247,6 +274,13 @@ def _weighted_swiglu_gradient(
         grad_rF: Gradient of `inner_rF`; overwritten.
     """
     run = operators()
+    if clamp is not None:
+        clamped_swiglu(gate_rF, up_rF, inner_rF, *clamp)
+        grad_weight_r = np.einsum("rf,rf->r", inner_rF, grad_rF)
+        inner_rF *= weight_r[:, None]
+        grad_rF *= weight_r[:, None]
+        clamped_swiglu_gradient(gate_rF, up_rF, grad_rF, *clamp)
+        return grad_weight_r
     work_rF = tile.take(gate_rF.shape[1])
     run.silu(gate_rF, work_rF)
     np.multiply(work_rF, up_rF, out=inner_rF)  # without the factor

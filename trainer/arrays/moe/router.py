@@ -86,11 +86,11 @@ class CpuRouter:
 
     def forward(
         self, y_ND: np.ndarray, router_ED: np.ndarray, labels: RouterLabels, decide: Decide,
-        shares: Shares | None = None,
+        shares: Shares | None = None, bias_E: np.ndarray | None = None,
     ) -> RoutedTokens:  # fmt: skip
-        """Returns scores, routing, gates and losses; `shares` is for gbs_aux_loss."""
+        """Returns scores, routing, gates and losses; `shares` is for gbs_aux_loss, `bias_E` is added to the logits."""
         moe = self.moe
-        logits_NE = y_ND @ router_ED.T
+        logits_NE = _logits(y_ND, router_ED, bias_E)
         softmax_NE = None
         total_N1 = None
         z_loss = 0.0
@@ -130,10 +130,10 @@ class CpuRouter:
         )
 
     def choose(
-        self, y_ND: np.ndarray, router_ED: np.ndarray, decide: Decide
+        self, y_ND: np.ndarray, router_ED: np.ndarray, decide: Decide, bias_E: np.ndarray | None = None
     ) -> tuple[np.ndarray, Routing]:
         """Returns gates and routing for tokens without labels."""
-        logits_NE = y_ND @ router_ED.T
+        logits_NE = _logits(y_ND, router_ED, bias_E)
         if self.is_sigmoid:
             scores_NE = sigmoid(logits_NE)
         else:
@@ -159,8 +159,8 @@ class CpuRouter:
     def backward(
         self, y_ND: np.ndarray, router_ED: np.ndarray, labels: RouterLabels, routed: RoutedTokens,
         grad_gates_Nk: np.ndarray, grad_aux_loss: np.ndarray, grad_z_loss: np.ndarray, grad_y_ND: np.ndarray,
-    ) -> np.ndarray:  # fmt: skip
-        """Adds the gradient of y to `grad_y_ND` and returns that of the router's matrix, [E, D]."""
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """Adds the gradient of y to `grad_y_ND`; returns those of the router's matrix, [E, D], and of its bias, [E]."""
         grad_NE = np.repeat(routed.by_normalised_BE * grad_aux_loss, routed.tokens_B, 0)
         if routed.score_sums_N1 is not None:
             grad_NE = _through_quotient(grad_NE, routed.normalised_NE, routed.score_sums_N1)
@@ -178,7 +178,14 @@ class CpuRouter:
         router_grad_ND = empty(*y_ND.shape)[1]
         np.matmul(grad_NE, router_ED, out=router_grad_ND)
         grad_y_ND += router_grad_ND
-        return grad_NE.T @ y_ND
+        return grad_NE.T @ y_ND, grad_NE.sum(0)
+
+
+def _logits(y_ND: np.ndarray, router_ED: np.ndarray, bias_E: np.ndarray | None) -> np.ndarray:
+    logits_NE = y_ND @ router_ED.T
+    if bias_E is not None:
+        logits_NE += bias_E
+    return logits_NE
 
 
 def _softmax(logits_NE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,16 @@ from trainer.arrays.moe.experts import CpuExperts, ExpertWeights
 from trainer.arrays.moe.router import CpuRouter, sigmoid
 from trainer.arrays.tiles import CpuRmsNorm, SublayerCall, WeightGradients
 from trainer.models.spec.model import MlpSpec
-from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS, MLP_NORM, ROUTER, SHARED_GATE
+from trainer.models.spec.names import (
+    EXPERT_BIAS,
+    EXPERT_DOWN_BIAS,
+    EXPERT_GATE_BIAS,
+    EXPERT_UP_BIAS,
+    MLP_NORM,
+    ROUTER,
+    ROUTER_BIAS,
+    SHARED_GATE,
+)
 from trainer.ops.routing import Routing, RoutingRule, local_routing, route
 
 if TYPE_CHECKING:
@@ -35,7 +44,10 @@ if TYPE_CHECKING:
     from trainer.parallel.host_group import CpuGroup
     from trainer.parallel.tensor import TensorParallel
 
-_EXPERTS = {field: f"mlp.experts.{field}_proj.weight" for field in ("gate", "up", "down")} | {"bias": EXPERT_DOWN_BIAS}
+_EXPERTS = {
+    **{field: f"mlp.experts.{field}_proj.weight" for field in ("gate", "up", "down")},
+    "bias": EXPERT_DOWN_BIAS, "gate_bias": EXPERT_GATE_BIAS, "up_bias": EXPERT_UP_BIAS,
+}  # fmt: skip
 _SHARED = "mlp.shared_experts."
 
 
@@ -83,7 +95,10 @@ class CpuMoe:
         self.scale = np.float32(spec.output_scale)
         self.norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.router = CpuRouter(moe)
-        self.experts = CpuExperts(scratch)
+        clamp = None
+        if spec.swiglu_limit is not None:
+            clamp = spec.swiglu_limit, spec.swiglu_alpha
+        self.experts = CpuExperts(scratch, clamp)
         self.dispatcher = token_dispatcher(self.experts, moe, experts)
         self.shared: CpuMlp | None = None
         if spec.shared_width:
@@ -131,7 +146,8 @@ class CpuMoe:
         y_ND = np.empty_like(x_ND)
         self.norm(x_ND, weights[MLP_NORM], self.norm.scales(x_ND), y_ND)
         gates_Nk, routing = self.router.choose(
-            y_ND, weights[ROUTER], lambda scores_NE: route(self.rule, scores_NE, weights.get(EXPERT_BIAS))
+            y_ND, weights[ROUTER], lambda scores_NE: route(self.rule, scores_NE, weights.get(EXPERT_BIAS)),
+            weights.get(ROUTER_BIAS),
         )
         experts = _expert_weights(weights)
         if self.group is not None:
@@ -176,8 +192,10 @@ class CpuMoe:
             return route(self.rule, scores_NE, bias_E, inputs.capacity, self.drop_policy, shared)
 
         if inputs.labels is None:
-            return *self.router.choose(y_ND, call.weights[ROUTER], decide), None
-        routed = self.router.forward(y_ND, call.weights[ROUTER], inputs.labels, decide, inputs.shares)
+            return *self.router.choose(y_ND, call.weights[ROUTER], decide, call.weights.get(ROUTER_BIAS)), None
+        routed = self.router.forward(
+            y_ND, call.weights[ROUTER], inputs.labels, decide, inputs.shares, call.weights.get(ROUTER_BIAS)
+        )
         return routed.gates_Nk, routed.routing, routed
 
     def _shared_forward(self, shared: CpuMlp, call: SublayerCall, passed: MoePass) -> np.ndarray:
@@ -220,12 +238,14 @@ class CpuMoe:
         if self.shared is not None:
             grad_y_ND += self._shared_gradient(self.shared, call, passed, added_grad_ND)
         assert passed.inputs.labels is not None and passed.routed is not None  # a training has labels
-        router_grad_ED = self.router.backward(
+        router_grad_ED, logits_grad_E = self.router.backward(
             passed.y_ND, call.weights[ROUTER], passed.inputs.labels, passed.routed, expert_gradients.gates_Nk,
             grad_aux_loss, grad_z_loss, grad_y_ND,
         )  # fmt: skip
         if ROUTER in gradients.trained:
             gradients.tensors[ROUTER] = Tensor(router_grad_ED)
+        if ROUTER_BIAS in gradients.trained:
+            gradients.tensors[ROUTER_BIAS] = Tensor(logits_grad_E)
         result, out_ND = empty(*grad_ND.shape)
 
         def through_norm(tile: Tile) -> None:
@@ -293,4 +313,5 @@ class MoePass:
 
 def _expert_weights(weights: Arrays) -> ExpertWeights:
     gate, up, down = (weights[_EXPERTS[field]] for field in ("gate", "up", "down"))
-    return ExpertWeights(gate, up, down, weights.get(EXPERT_DOWN_BIAS))
+    biases = {field: weights.get(_EXPERTS[field]) for field in ("bias", "gate_bias", "up_bias")}
+    return ExpertWeights(gate, up, down, **biases)

@@ -158,6 +158,10 @@ def _unsupported_balance(config: Config, moe: MoEConfig) -> Iterator[ConfigError
         rule = "requires shared experts, and the model has none"
         fix = "write shared_expert_num, or leave it out"
         yield problem(config, f"{_KEY}.use_shared_expert_gating", rule, fix)
+    if config.decoder.shared_expert_size:
+        used = {"moe_mlp_has_bias": moe.moe_mlp_has_bias, "swiglu_limit": moe.swiglu_limit is not None}
+        for name in (name for name, is_used in used.items() if is_used):
+            yield problem(config, f"{_KEY}.{name}", "not yet supported with shared experts", "leave one of them out")
 
 
 def callback_problems(config: Config) -> Iterator[ConfigError]:

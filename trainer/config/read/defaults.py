@@ -136,6 +136,11 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
     has_source_class = False
     if family is not None and not is_complete:
         has_source_class = _from_source_class(resolved, architecture)
+    has_output_bias = not architecture
+    if family is not None:
+        has_output_bias = family.has_output_bias
+    if has_output_bias:
+        _from_attention_bias(resolved)
     if family is not None:
         for name, value in family.model.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, because)
@@ -150,14 +155,14 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
         _released_sizes(resolved, family)
     if family is not None:
         _family_experts(resolved, family, because)
-    # attention_bias of Hugging Face means a bias on o_proj, too, except for some families; qkv_has_bias does not.
+
+
+def _from_attention_bias(resolved: Resolved) -> None:
+    """Sets the bias on o_proj where Hugging Face's attention_bias means it, too; qkv_has_bias does not."""
     key = f"{_MODEL}.qkv_has_bias"
-    has_output_bias = not architecture
-    if family:
-        has_output_bias = family.has_output_bias
-    is_attention_bias = resolved.name_in_file(key) == "attention_bias"
-    if is_attention_bias and has_output_bias and resolved.section(_MODEL).get("qkv_has_bias") is True:
-        _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", True, key)
+    value = resolved.section(_MODEL).get("qkv_has_bias")
+    if resolved.name_in_file(key) == "attention_bias" and isinstance(value, bool):
+        _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", value, key)
 
 
 def _alternate_windows(resolved: Resolved, family: Family, because: str) -> None:

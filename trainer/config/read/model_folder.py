@@ -254,6 +254,8 @@ def classify_key(key: str, value: Any, family: str, named: str) -> Literal["read
     known = FAMILIES[family]
     if key == "auto_map" and named:  # names the published code of a known class
         return "harmless"
+    if key == "quantization_config" and known.interleaves_experts and _quantization(value) == "mxfp4":
+        return "harmless"  # the weights are read as numbers
     is_expert_count = key in ("num_local_experts", "num_experts") and known.is_mixture
     if key in _WINDOW_KEYS:
         if known.windows or not named:
@@ -274,6 +276,12 @@ def classify_key(key: str, value: Any, family: str, named: str) -> Literal["read
     if value in (None, False, "", [], {}):
         return "harmless"
     return "unknown"
+
+
+def _quantization(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.get("quant_method")
+    return None
 
 
 def _is_inactive_window(key: str, values: Mapping[str, Any]) -> bool:

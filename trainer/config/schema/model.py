@@ -63,6 +63,7 @@ class RopeScaling(Section):
     long_factor: list[Divisor] | None = setting(None, "longrope: divisors of the frequencies for a longer seq_length.")
     beta_fast: float = setting(32.0, "yarn: rotations above which a frequency is kept.", gt=0)
     beta_slow: float = setting(1.0, "yarn: rotations below which a frequency is scaled.", gt=0)
+    truncate: bool = setting(True, "yarn: the blend between kept and scaled frequencies begins and ends at whole ones.")
     mscale: float | None = setting(None, "yarn: numerator of the attention factor.", ge=0)
     mscale_all_dim: float | None = setting(None, "yarn: denominator of the attention factor.", ge=0)
 
@@ -174,6 +175,9 @@ class ModelConfig(Section):
         " multi_latent_attention times the square of its mscale.", gt=0, aliases="attention_multiplier")
     query_pre_attn_scalar: float | None = setting(
         None, "Gemma's softmax_scale: the scale is 1 / sqrt of it. Default null: softmax_scale decides.", gt=0)
+    attention_sinks: bool = setting(
+        False, "A learned score of each head that competes with those of the keys and has no value (gpt-oss).",
+        beside=Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"))
     attn_logit_softcapping: float | None = setting(
         None, "Softcapping of the attention's scores s: cap * tanh(s / cap) (Gemma-2). Default null: none.", gt=0,
         beside=Beside("multi_latent_attention", None, "not yet supported with multi_latent_attention"))

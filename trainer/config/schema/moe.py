@@ -48,6 +48,13 @@ class MoEConfig(Section):
     use_shared_expert_gating: bool = setting(
         False, "Multiply the shared experts' output by the sigmoid of a projection of the token (Qwen2-MoE).",
         aliases="moe_shared_expert_gate")
+    moe_mlp_has_bias: bool = setting(
+        False, "Biases on the three matrices of each expert (gpt-oss).")
+    moe_router_has_bias: bool = setting(False, "A bias on the router's logits (gpt-oss).")
+    swiglu_limit: float | None = setting(
+        None, "Experts compute (up + 1) * gate * sigmoid(swiglu_alpha * gate), with gate up to this limit and up within"
+        " it on both sides (gpt-oss). Default null: silu(gate) * up.", gt=0)
+    swiglu_alpha: float = setting(1.702, "swiglu_limit: the slope of the sigmoid.", gt=0)
     first_k_dense_replace: int | None = setting(
         None, "Leading layers that stay dense. Default null: none.", ge=0, le=LAYERS)
     moe_layer_freq: Layer | list[Layer] = setting(

@@ -97,6 +97,7 @@ class AttentionSpec:
     Attributes:
         head_size, value_size: Widths of a query or key, and of a value, of one head.
         scale: Factor on the scores before the softmax.
+        sinks: Each head has a learned score without a key, which takes its part of the softmax (gpt-oss).
         score_cap: Scores s become cap * tanh(s / cap) (Gemma-2); None: they stay.
         window: Tokens that a query sees, including its token; None: all tokens up to its token.
         rotary_size: How many numbers of a head, or with `latent` of its rotated part, are rotated; 0 in a layer without
@@ -124,6 +125,7 @@ class AttentionSpec:
     rotary_size: int
     rotary_interleaved: bool = False
     score_cap: float | None = None
+    sinks: bool = False
     window: int | None = None
     head_norm: bool = False
     norms_all_heads: bool = False
@@ -226,6 +228,9 @@ class MoeSpec:
         shared_width: Width of the shared experts together; 0: there are none.
         shared_gate: The output of the shared experts is multiplied by a sigmoid gate.
         down_bias: The output of each expert has a bias.
+        biases: Gate and up of each expert have biases, too.
+        router_bias: The router's logits have a bias.
+        swiglu_limit, swiglu_alpha: See `trainer.arrays.tiles.clamped_swiglu`; None: the activation is SwiGLU.
         expert_bias: The router has an expert bias for load balancing.
         output_scale: Factor on the output, after dropout.
     """
@@ -241,6 +246,10 @@ class MoeSpec:
     expert_bias: bool = False
     output_dropout: float = 0.0
     output_scale: float = 1.0
+    biases: bool = False
+    router_bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
 
     def local(self, ranks: int) -> MoeSpec:
         """Returns the sublayer of each of `ranks` tensor-parallel ranks, which has columns of the shared experts."""

@@ -90,8 +90,13 @@ def _yarn(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling, 
         """Returns the dimension that makes this many rotations over the trained length."""
         return size * math.log(trained_length / (rotations * 2 * math.pi)) / (2 * math.log(settings.rope_base))
 
-    low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(scaling.beta_slow)), size - 1)
+    low = dimension_of(scaling.beta_fast)
+    high = dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     ramp = np.clip((np.arange(size // 2) - low) / ((high - low) or 0.001), 0, 1)
     return frequencies * (1 - ramp) + frequencies / scaling.factor * ramp
 

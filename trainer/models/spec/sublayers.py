@@ -19,10 +19,14 @@ from trainer.models.spec.model import (
 from trainer.models.spec.names import (
     EXPERT_BIAS,
     EXPERT_DOWN_BIAS,
+    EXPERT_GATE_BIAS,
+    EXPERT_UP_BIAS,
     POST_ATTENTION_NORM,
     POST_MLP_NORM,
     ROUTER,
+    ROUTER_BIAS,
     SHARED_GATE,
+    SINKS,
     sublayer_of,
 )
 
@@ -70,6 +74,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         rotary_size=rotary_size,
         rotary_interleaved=settings.rope_interleave,
         score_cap=settings.attn_logit_softcapping,
+        sinks=settings.attention_sinks,
         window=window,
         head_norm=settings.use_qk_norm and latent is None,
         norms_all_heads=settings.use_qk_norm and settings.qk_norm_all_heads,
@@ -126,7 +131,11 @@ def moe_spec(settings: ModelConfig) -> MoeSpec:
         width=settings.expert_size,
         shared_width=settings.shared_expert_size,
         shared_gate=settings.has_shared_gate,
-        down_bias=settings.down_has_bias,
+        down_bias=settings.down_has_bias or moe.moe_mlp_has_bias,
+        biases=moe.moe_mlp_has_bias,
+        router_bias=moe.moe_router_has_bias,
+        swiglu_limit=moe.swiglu_limit,
+        swiglu_alpha=moe.swiglu_alpha,
         expert_bias=moe.has_expert_bias,
         output_dropout=settings.hidden_dropout,
         output_scale=settings.residual_multiplier,
@@ -175,6 +184,8 @@ def moe_parameters(settings: ModelConfig) -> list[ParameterSpec]:
         _norm("post_attention_layernorm.weight", hidden, "partial"),
         ParameterSpec(ROUTER, (spec.experts, hidden), "partial", role="router"),
     ]
+    if spec.router_bias:
+        parameters.append(ParameterSpec(ROUTER_BIAS, (spec.experts,), "partial", "zeros", "bias"))
     if spec.expert_bias:
         parameters.append(ParameterSpec(EXPERT_BIAS, (spec.experts,), init="zeros", role="buffer"))
     parameters += [
@@ -184,6 +195,9 @@ def moe_parameters(settings: ModelConfig) -> list[ParameterSpec]:
     ]
     if spec.down_bias:
         parameters.append(ParameterSpec(EXPERT_DOWN_BIAS, (spec.experts, hidden), "expert", "zeros", "bias"))
+    if spec.biases:
+        for name in (EXPERT_GATE_BIAS, EXPERT_UP_BIAS):
+            parameters.append(ParameterSpec(name, (spec.experts, spec.width), "expert", "zeros", "bias"))
     if spec.shared_width:
         parameters += [
             ParameterSpec("mlp.shared_experts.gate_proj.weight", shared, "column"),
@@ -205,6 +219,8 @@ def _grouped_attention_parameters(settings: ModelConfig, spec: AttentionSpec) ->
     yield from _linear("self_attn.k_proj", keys, hidden, settings.qkv_has_bias, "kv_column")
     yield from _linear("self_attn.v_proj", keys, hidden, settings.qkv_has_bias, "kv_column")
     yield from _linear("self_attn.o_proj", hidden, queries, settings.attn_proj_has_bias, "row", "residual")
+    if spec.sinks:
+        yield ParameterSpec(SINKS, (spec.heads,), "column", role="bias")
     if spec.head_norm:
         # A rank norms the heads that it computes.
         for name, width in zip("qk", spec.norm_widths, strict=True):

@@ -21,7 +21,9 @@ _CHUNK_LOGITS = 1 << 24
 
 
 class ChunkedCrossEntropy(nn.Cell):
-    """Computes the sum over loss tokens of logsumexp(logits) - logits[label], chunk by chunk: `plain.CrossEntropy`.
+    """Computes the sum over loss tokens of logsumexp(logits) - logits[label], chunk by chunk.
+
+    `trainer.ops.vocabulary.CrossEntropy` computes the same.
 
     The forward pass saves only logsumexp, [N, 1]; the backward pass multiplies by each chunk of the weight again. Each
     chunk of the weight's gradient is computed once, so chunks are never summed.
