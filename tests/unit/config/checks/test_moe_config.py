@@ -42,6 +42,8 @@ def moe(keys: str, more: str = "") -> str:
         (moe("aux_loss_types: [device], aux_loss_factors: [0.1]"), ["aux_loss_types", "not yet"]),
         (moe("moe_router_load_balancing_type: sinkhorn"), ["'sinkhorn': not yet", "seq_aux_loss"]),
         (moe("moe_router_load_balancing_type: none"), ["'none': contradicts aux_loss_factor", "aux_loss_factor: 0"]),
+        (moe("shared_expert_num: 1, moe_mlp_has_bias: True, swiglu_limit: 7"),
+         ["moe_mlp_has_bias = True: not yet supported with shared experts", "swiglu_limit = 7.0: not yet"]),
         (moe("use_shared_expert_gating: True"), ["requires shared experts, and the model has none"]),
         (moe("use_random_expert: True"), ["use_random_expert = True: not yet"]),
         (moe("").replace("seq_length", "mlp_has_bias: True, seq_length"), ["mlp_has_bias = True: not yet", "experts"]),

@@ -253,6 +253,13 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.moe_config.expert_num=4\n"
          "recompute_config: {recompute: True, parallel_optimizer_comm_recompute: True}\n"
          "parallel.enable_parallel_optimizer=True", ["with experts and recomputed blocks in a pipeline: level3"]),
+        ("parallel_config: {data_parallel: 8}\nmodel.model_config.attention_sinks=True",
+         ["attention_sinks = True: not yet supported in semi-automatic mode", "parallel.parallel_mode to 0"]),
+        ("parallel_config: {data_parallel: 8}\nmodel.model_config.moe_config.expert_num=4\n"
+         "model.model_config.moe_config.swiglu_limit=7.0\nmodel.model_config.moe_config.moe_router_has_bias=True\n"
+         "model.model_config.moe_config.moe_mlp_has_bias=True",
+         [f"moe_config.{name} = {value}: not yet supported in semi-automatic mode"
+          for name, value in (("moe_mlp_has_bias", True), ("moe_router_has_bias", True), ("swiglu_limit", 7.0))]),
         ("optimizer: {type: Muon}\n", ["optimizer.type = 'Muon'", "AdamW or SGD"]),
         ("run_mode: eval\nload_checkpoint: .\n", ["'eval': semi-automatic mode supports train and finetune only"]),
     ],
