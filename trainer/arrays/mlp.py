@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.arrays.memory import empty
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
-from trainer.arrays.tiles import CpuRmsNorm, geglu, geglu_gradient, swiglu, swiglu_gradient
+from trainer.arrays.tiles import Activation, CpuRmsNorm, gated, gated_gradient
 from trainer.models.spec.names import MLP_NORM, POST_MLP_NORM
 from trainer.models.spec.saved import mlp_saved
 
@@ -38,11 +38,9 @@ class CpuMlp:
         is_sublayer: bool = True,
     ) -> None:  # fmt: skip
         self.spec = spec
-        self.activate = swiglu
-        self.activation_gradient = swiglu_gradient
+        self.activation: Activation = "silu"
         if spec.is_gelu:
-            self.activate = geglu
-            self.activation_gradient = geglu_gradient
+            self.activation = "gelu"
         self.scratch = scratch
         self.tensor = tensor
         norm = None
@@ -84,7 +82,7 @@ class CpuMlp:
         inner_nF = gate_nF
         if call.save or dtype != np.float32:
             inner_nF = tile.take(width)
-        self.activate(gate_nF, up_nF, inner_nF)
+        gated(gate_nF, up_nF, inner_nF, self.activation)
         self.output.forward(call, x_ND, tile.cast(inner_nF, dtype), out_ND, tile)
 
     def predict(self, call: SublayerCall, x_ND: np.ndarray, thread: int) -> np.ndarray:
@@ -132,7 +130,7 @@ class CpuMlp:
                 inner_nF = tile.take(self.spec.width, dtype)
             grad_inner_nF = tile.take(self.spec.width)
             low_Rn = self.output.backward(call, grad, grad_inner_nF, tile)
-            self.activation_gradient(gate_nF, up_nF, grad_inner_nF, inner_nF, tile)
+            gated_gradient(gate_nF, up_nF, grad_inner_nF, inner_nF, tile, self.activation)
             down.add_adapter_gradients(call, low_Rn, grad.factor_ND[tile.rows], inner_nF, tile)
             # Now gate and up hold their gradients.
             into_nD = None

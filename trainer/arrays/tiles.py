@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -302,79 +302,101 @@ class WeightGradients:
         return self.tensors
 
 
-def swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray) -> None:
-    """Writes silu(gate) * up in float32 to `out_nF` (Shazeer 2020, equation 5); `out_nF` may be gate."""
+Activation: TypeAlias = Literal["silu", "gelu"]
+"""The activations of `gated`; GELU is approximated by tanh."""
+_GELU_ROOT = np.float32((8 / np.pi) ** 0.5)
+_GELU_CUBE = np.float32(0.044715)
+_GELU_NUMBERS = 1 << 16  # at once: fewer have more calls, more leave the cache
+
+
+def gelu(x: np.ndarray, out: np.ndarray) -> None:
+    """Writes x (1 + tanh(y)) / 2 with y = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel 2016, section 2).
+
+    (1 + tanh(y)) / 2 is sigmoid(2 y), and 2 y is x times a divisor d above 0: the result is silu(2 y) / d. oneDNN
+    computes SiLU 20 times as fast as tanh. Both arrays are contiguous; `out` may be x.
+    """
+    numbers = x.reshape(-1)
+    results = out.reshape(-1)
+    for part in row_blocks(slice(0, numbers.size), _GELU_NUMBERS):
+        inner, divisor, _ = _gelu_inner(numbers[part])
+        operators().silu(inner, inner)
+        np.divide(inner, divisor, out=results[part])
+
+
+def gelu_gradient(x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
+    """Writes grad times the derivative of `gelu`; `out` may be grad or x. All arrays are contiguous."""
+    numbers = x.reshape(-1)
+    grads = grad.reshape(-1)
+    results = out.reshape(-1)
+    run = operators()
+    for part in row_blocks(slice(0, numbers.size), _GELU_NUMBERS):
+        # The derivative of silu(z) / d is (silu'(z) z' - silu(z) d' / d) / d.
+        inner, divisor, square = _gelu_inner(numbers[part])
+        slope = np.empty_like(inner)
+        run.silu_gradient(inner, grads[part], slope)
+        run.silu(inner, inner)
+        inner *= grads[part]
+        inner *= numbers[part]
+        inner *= 2 * _GELU_ROOT * _GELU_CUBE
+        inner /= divisor
+        square *= 3 * _GELU_ROOT
+        square += _GELU_ROOT
+        slope *= square
+        slope -= inner
+        np.divide(slope, divisor, out=results[part])
+
+
+def _gelu_inner(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns 2 y, 2 y / x, and 0.044715 x^2."""
+    square = x * x
+    square *= _GELU_CUBE
+    divisor = square * _GELU_ROOT
+    divisor += _GELU_ROOT
+    return divisor * x, divisor, square
+
+
+def gated(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, activation: Activation = "silu") -> None:
+    """Writes activation(gate) * up in float32 to `out_nF` (Shazeer 2020, equation 5); `out_nF` may be gate."""
     run = operators()
     if len(gate_nF) == 1:
         run = NUMPY_OPERATORS  # takes half of the time for one row
-    run.silu(to_float32_if_needed(gate_nF, out_nF), out_nF)
+    activate = run.silu
+    if activation == "gelu":
+        activate = gelu
+    activate(to_float32_if_needed(gate_nF, out_nF), out_nF)
     run.multiply(out_nF, up_nF, out_nF)
 
 
-def swiglu_gradient(
-    gate_nF: np.ndarray, up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile
-) -> None:
-    """Replaces gate and up by their gradients and overwrites `grad_nF`, the gradient of their SwiGLU.
+def gated_gradient(
+    gate_nF: np.ndarray, up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile,
+    activation: Activation = "silu",
+) -> None:  # fmt: skip
+    """Replaces gate and up by their gradients and overwrites `grad_nF`, the gradient of the result of `gated`.
 
-    `inner_nF`, if given, has the dtype of gate and up and receives the SwiGLU, for the gradient of the next matrix.
+    `inner_nF`, if given, has the dtype of gate and up and receives that result, for the gradient of the next matrix.
     """
     run = operators()
     width = gate_nF.shape[1]
-    silu_nF = tile.take(width)
+    active_nF = tile.take(width)
     wide_gate_nF = tile.to_float32(gate_nF)
-    run.silu(wide_gate_nF, silu_nF)
+    activate = run.silu
+    gradient = run.silu_gradient
+    if activation == "gelu":
+        activate = gelu
+        gradient = gelu_gradient
+    activate(wide_gate_nF, active_nF)
     if inner_nF is not None:
         if inner_nF.dtype == np.float32:
             wide_inner_nF = inner_nF
         else:
             wide_inner_nF = tile.take(width)
-        run.multiply(silu_nF, up_nF, wide_inner_nF)
+        run.multiply(active_nF, up_nF, wide_inner_nF)
         to_bfloat16_if_needed(wide_inner_nF, inner_nF)
-    silu_nF *= grad_nF
+    active_nF *= grad_nF
     run.multiply(grad_nF, up_nF, grad_nF)
-    run.silu_gradient(wide_gate_nF, grad_nF, wide_gate_nF)
+    gradient(wide_gate_nF, grad_nF, wide_gate_nF)
     to_bfloat16_if_needed(wide_gate_nF, gate_nF)
-    store(silu_nF, up_nF)
-
-
-_GELU = np.float32((2 / np.pi) ** 0.5)
-_GELU_CUBE = np.float32(0.044715)
-
-
-def geglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray) -> None:
-    """Writes gelu(gate) * up in float32 to `out_nF`; `out_nF` may be gate.
-
-    Here gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel 2016, section 2).
-    """
-    wide_gate_nF = to_float32_if_needed(gate_nF, out_nF)
-    half_nF = _half_of_tanh(wide_gate_nF)
-    half_nF *= wide_gate_nF
-    operators().multiply(half_nF, up_nF, out_nF)
-
-
-def geglu_gradient(
-    gate_nF: np.ndarray, up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile
-) -> None:
-    """Does what `swiglu_gradient` does, for `geglu`."""
-    gate = tile.to_float32(gate_nF)
-    up = tile.to_float32(up_nF)
-    half_nF = _half_of_tanh(gate)
-    gelu_nF = half_nF * gate
-    if inner_nF is not None:
-        store(gelu_nF * up, inner_nF)
-    # The derivative of half = (1 + tanh(y)) / 2 is 2 half (1 - half) y'.
-    slope_nF = gate * gate
-    slope_nF *= 3 * _GELU_CUBE
-    slope_nF += 1
-    slope_nF *= 2 * _GELU
-    slope_nF *= gelu_nF
-    slope_nF *= 1 - half_nF
-    slope_nF += half_nF
-    slope_nF *= grad_nF
-    slope_nF *= up
-    gelu_nF *= grad_nF
-    store(slope_nF, gate_nF)
-    store(gelu_nF, up_nF)
+    store(active_nF, up_nF)
 
 
 def clamped_swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, limit: float, alpha: float) -> None:
@@ -414,16 +436,3 @@ def soft_cap(x: np.ndarray, cap: float, slope: np.ndarray | None = None) -> None
         np.multiply(x, x, out=slope)
         np.subtract(np.float32(1), slope, out=slope)
     x *= np.float32(cap)
-
-
-def _half_of_tanh(x_nF: np.ndarray) -> np.ndarray:
-    """Returns (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
-    half_nF = x_nF * x_nF
-    half_nF *= _GELU_CUBE
-    half_nF += 1
-    half_nF *= x_nF
-    half_nF *= _GELU
-    np.tanh(half_nF, out=half_nF)
-    half_nF += 1
-    half_nF *= np.float32(0.5)
-    return half_nF

@@ -23,7 +23,7 @@ from trainer.arrays.memory import (
     take_tokens,
 )
 from trainer.arrays.onednn import operators
-from trainer.arrays.tiles import clamped_swiglu, clamped_swiglu_gradient, swiglu
+from trainer.arrays.tiles import clamped_swiglu, clamped_swiglu_gradient, gated
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -130,7 +130,7 @@ class CpuExperts:
             tile.project(x_rD, weights.up[expert], up_rF)
             _add_biases(weights, expert, inner_rF, up_rF)
             if self.clamp is None:
-                swiglu(inner_rF, up_rF, inner_rF)
+                gated(inner_rF, up_rF, inner_rF)
             else:
                 clamped_swiglu(inner_rF, up_rF, inner_rF, *self.clamp)
             tile.project(inner_rF, weights.down[expert], rows_RD[rows])
