@@ -135,6 +135,14 @@ def check_command(words: list[str]) -> None:
     """
     words = [_PLACES.get(word, word) for word in words]
     name = words[0] if words and not words[0].startswith("--") else "train"
+    if name == "merge":
+        from typer.main import get_command
+
+        from trainer.cli.tools import tools
+
+        command = get_command(tools).commands[name]
+        command.make_context(name, words[1:])
+        return
     if name in OF_A_JOB:
         assert len(words) == 2 and not words[1].startswith("-"), words
         return
@@ -295,7 +303,8 @@ def test_every_flag_in_the_text_exists() -> None:
     """Looks up flags in backquotes: those of a run, of a command or of launch, negated or not."""
     known = {flag.name for flag in FLAGS} | {*HELP, "elastic", "force", "worker_num", "config", "options", "output_dir"}
     of_convert = ("--to", "--lossy", "--proof", "--steps")
-    own = (*SWITCHES.values(), *OPTIONS.values(), *OF_RUNS.values(), ("--exact",), of_convert)
+    of_merge = ("--method", "--weight", "--base", "--t", "--scale", "--density")
+    own = (*SWITCHES.values(), *OPTIONS.values(), *OF_RUNS.values(), ("--exact",), of_convert, of_merge)
     known |= {flag.removeprefix("--") for flags in own for flag in flags}
     for page in PAGES:
         for text in re.findall(r"`([^`]+)`", prose(page)):

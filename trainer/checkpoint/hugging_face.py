@@ -23,7 +23,7 @@ from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, l
 from trainer.errors import UserError
 from trainer.storage.bfloat16 import as_bfloat16
 from trainer.storage.marker import read_saved
-from trainer.storage.tensor_file import BFLOAT16, CODES, TensorInfo, write_tensors
+from trainer.storage.tensor_file import BFLOAT16, CODES, ArrayOrLazyArray, TensorInfo, write_tensors
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -232,7 +232,7 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def split_into_files(weights: Mapping[str, np.ndarray], limit_bytes: int, dtype: str) -> dict[str, list[str]]:
+def split_into_files(weights: Mapping[str, ArrayOrLazyArray], limit_bytes: int, dtype: str) -> dict[str, list[str]]:
     """Returns the names of the tensors of each file, in order; a tensor above the limit has a separate file."""
     groups: list[list[str]] = [[]]
     filled = 0
@@ -248,7 +248,7 @@ def split_into_files(weights: Mapping[str, np.ndarray], limit_bytes: int, dtype:
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": names for number, names in enumerate(groups, 1)}
 
 
-def index_json(files: Mapping[str, list[str]], weights: Mapping[str, np.ndarray], dtype: str) -> bytes:
+def index_json(files: Mapping[str, list[str]], weights: Mapping[str, ArrayOrLazyArray], dtype: str) -> bytes:
     """Returns the content of model.safetensors.index.json: which file has which tensor."""
     total = sum(array.size for array in weights.values())
     where = {name: file for file, names in files.items() for name in names}
@@ -256,8 +256,8 @@ def index_json(files: Mapping[str, list[str]], weights: Mapping[str, np.ndarray]
     return _json({"metadata": metadata, "weight_map": dict(sorted(where.items()))})
 
 
-def write_weights(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> None:
-    """Writes float32 arrays as a safetensors file, each converted on its own: numpy has no bfloat16.
+def write_weights(path: Path, arrays: Mapping[str, ArrayOrLazyArray], dtype: str) -> None:
+    """Writes float32 arrays as a safetensors file, each read and converted on its own: numpy has no bfloat16.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -272,7 +272,8 @@ def write_weights(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> N
 
     def convert_arrays() -> Iterator[np.ndarray]:
         """Yields the arrays in `dtype`; raises UserError for numbers beyond the range of float16."""
-        for name, array in arrays.items():
+        for name, array_or_lazy in arrays.items():
+            array = np.asarray(array_or_lazy)
             if dtype == "float16" and np.abs(array).max(initial=0) > _LARGEST_FLOAT16:
                 rule = f"{name} has numbers beyond the range of float16"
                 raise UserError(rule, key="--dtype", value=dtype, fix="use bfloat16 or float32")

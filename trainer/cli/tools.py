@@ -6,13 +6,16 @@ import functools
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
 from trainer.input_files import user_path
+
+if TYPE_CHECKING:
+    from trainer.convert.merge import Method
 
 _NO_FOLDING = 10_000  # columns of a table that no terminal shows
 
@@ -116,6 +119,51 @@ def _convert(
         fix = "give another --output"
         raise UserError(rule, where="flag --output", key=str(output), fix=fix) from None
     print(output)
+    return EXIT_OK
+
+
+@tools.command("merge")
+def _merge(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help="Folders or files of weights.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", metavar="DIR")],
+    method: Annotated[
+        str, typer.Option("--method", help="linear (mean), slerp, task_arithmetic or ties.", metavar="METHOD")
+    ] = "linear",
+    weight: Annotated[
+        list[float] | None,
+        typer.Option("--weight", help="Once for each model. linear divides by their sum. Default: 1.", metavar="X"),
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option("--base", help="task_arithmetic, ties: the model before training.", metavar="DIR")
+    ] = None,
+    t: Annotated[float, typer.Option("--t", help="slerp: 0 is the first model, 1 the second.", min=0, max=1)] = 0.5,
+    scale: Annotated[
+        float, typer.Option("--scale", help="task_arithmetic, ties: factor on the merged difference.")
+    ] = 1.0,
+    density: Annotated[
+        float, typer.Option("--density", help="ties: share of each difference that is kept.", min=0, max=1)
+    ] = 0.2,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.", metavar="DTYPE")] = "float32",
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+) -> int:
+    """Merges the weights of several models of one size into a folder for transformers and this trainer.
+
+    A model is a checkpoint, a folder of checkpoints (the newest one), or a folder of Hugging Face.
+    """
+    from trainer.checkpoint.hugging_face import DTYPES
+    from trainer.convert.merge import METHODS, MergeOptions, merge
+
+    if method not in METHODS:
+        raise UserError("no such method", where="flag --method", value=method, fix=f"write {', '.join(METHODS)}")
+    if dtype not in DTYPES:
+        raise UserError("no such dtype", where="flag --dtype", value=dtype, fix=f"write {', '.join(DTYPES)}")
+    if base is not None:
+        base = user_path(base, "flag --base")
+    options = MergeOptions(
+        tuple(user_path(model, "argument MODEL") for model in models), user_path(output, "flag --output"),
+        cast("Method", method), base, tuple(weight or ()), t, scale, density, dtype, force,
+    )  # fmt: skip
+    print(merge(options))
     return EXIT_OK
 
 

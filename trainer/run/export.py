@@ -116,12 +116,12 @@ def export(
         other_files[INDEX] = index_json(files, weights, dtype)
     make_folder(folder)
     if not is_file:
-        for path in _weight_files(folder):  # an earlier export may have had other shards
+        for path in weight_files(folder):  # an earlier export may have had other shards
             path.unlink()
     for name, tensors in files.items():
-        _write_atomically(folder / name, partial(_write_tensors, weights, tensors, dtype))
+        write_atomically(folder / name, partial(_write_tensors, weights, tensors, dtype))
     for name, content in other_files.items():
-        _write_atomically(folder / name, partial(_write_bytes, content))
+        write_atomically(folder / name, partial(_write_bytes, content))
     if config.classifier is None:
         notes += _class_notes(config, weights)
     path = output
@@ -203,14 +203,15 @@ def _check(config: Config, output: Path, merge: bool, force: bool) -> None:
     if output.suffix == _SUFFIX:
         present = [output]
     else:
-        present = [*_weight_files(output), output / CONFIG]
+        present = [*weight_files(output), output / CONFIG]
     existing = next((path for path in present if path.exists()), None)
     if existing is not None and not force:
         fix = "give another --output, or --force to replace it"
         raise UserError("the file exists already", key="--output", value=str(existing), fix=fix)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files of a folder in which `export` writes weights, with their index."""
     return [path for path in sorted(folder.glob("model*")) if path.name == INDEX or _WEIGHTS.fullmatch(path.name)]
 
 
@@ -222,7 +223,7 @@ def _write_bytes(content: bytes, path: Path) -> None:
     path.write_bytes(content)
 
 
-def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Writes a file completely or not at all: under another name, flushed to the disk, then renamed."""
     unfinished = path.with_name(f".tmp-{path.name}")
     try:

@@ -178,6 +178,11 @@ class LazyArray:
     def ndim(self) -> int:
         return len(self.shape)
 
+    @property
+    def size(self) -> int:
+        """Returns how many numbers the array has."""
+        return math.prod(self.shape)
+
     def read(self, spec: ShardSpec | None = None) -> np.ndarray:
         """Reads a shard, or everything, into a new array."""
         if spec is None:

@@ -1,0 +1,210 @@
+"""Merges the weights of several models of one shape into a folder: `run_trainer.py merge`. Without MindSpore.
+
+One tensor of each model is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from trainer.checkpoint.averages import linear, slerp, task_arithmetic, ties
+from trainer.checkpoint.hugging_face import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    TOKENIZER_FILES,
+    index_json,
+    split_into_files,
+    write_weights,
+)
+from trainer.checkpoint.store import find_checkpoint
+from trainer.checkpoint.weights import read_weights
+from trainer.errors import UserError
+from trainer.monitors import formatting
+from trainer.monitors.files import make_folder
+from trainer.parallel.sharding import ShardSpec
+from trainer.run.export import SHARD_BYTES, weight_files, write_atomically
+from trainer.storage.marker import MARKER
+from trainer.storage.tensor_file import LazyArray, read_shard
+
+Method: TypeAlias = Literal["linear", "slerp", "task_arithmetic", "ties"]
+METHODS: tuple[str, ...] = get_args(Method)
+_NEEDS_BASE = ("task_arithmetic", "ties")
+_COPIED = (CONFIG, GENERATION, *TOKENIZER_FILES)
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """What to merge, and how.
+
+    Attributes:
+        models: Folders or files of weights.
+        base: The weights from which task arithmetic and TIES take differences.
+        weights: One for each model; empty: 1 for each.
+        t: SLERP: 0 is the first model, 1 the second.
+        scale: Task arithmetic and TIES: the factor on the merged difference.
+        density: TIES: the share of the numbers of a difference that is kept.
+    """
+
+    models: tuple[Path, ...]
+    output: Path
+    method: Method = "linear"
+    base: Path | None = None
+    weights: tuple[float, ...] = ()
+    t: float = 0.5
+    scale: float = 1.0
+    density: float = 0.2
+    dtype: str = "float32"
+    force: bool = False
+
+
+def merge(options: MergeOptions) -> str:
+    """Writes the merged weights as a Hugging Face folder, with the other files of the first model.
+
+    Returns:
+        A line about what was written.
+
+    Raises:
+        UserError: The models do not fit together, an option does not fit the method, or the folder exists.
+        RunError: A file cannot be written.
+    """
+    _check(options)
+    sources = [read_weights(path, "argument MODEL") for path in options.models]
+    base = None
+    if options.base is not None:
+        base = read_weights(options.base, "flag --base")
+    for path, source in zip(options.models[1:], sources[1:], strict=True):
+        _compare(options.models[0], sources[0], path, source)
+    if options.base is not None and base is not None:
+        _compare(options.models[0], sources[0], options.base, base)
+    merged = {
+        name: LazyArray(array.shape, partial(_read_part, options, sources, base, name))
+        for name, array in sources[0].items()
+    }
+    files = split_into_files(merged, SHARD_BYTES, options.dtype)
+    make_folder(options.output)
+    for path in weight_files(options.output):
+        path.unlink()
+    for name, tensors in files.items():
+        selected = {tensor: merged[tensor] for tensor in tensors}
+        write_atomically(options.output / name, partial(_write, selected, options.dtype))
+    if len(files) > 1:
+        index = index_json(files, merged, options.dtype)
+        write_atomically(options.output / INDEX, partial(_write_bytes, index))
+    copied = list(_copy_other_files(options.models[0], options.output))
+    size = sum((options.output / name).stat().st_size for name in files)
+    others = ""
+    if CONFIG not in copied:
+        others = "; the first model has no config.json"
+    count = f"{len(options.models)} models by {options.method}"
+    return f"wrote {options.output}: {count}, {len(merged)} tensors, {formatting.size(size)}{others}"
+
+
+def _read_part(
+    options: MergeOptions, sources: Sequence[Mapping[str, LazyArray]], base: Mapping[str, LazyArray] | None, name: str,
+    spec: ShardSpec,
+) -> np.ndarray:  # fmt: skip
+    """Computes a tensor of the merged model, and returns a part of it."""
+    return read_shard(_merge_tensor(options, sources, base, name), spec)
+
+
+def _merge_tensor(
+    options: MergeOptions, sources: Sequence[Mapping[str, LazyArray]], base: Mapping[str, LazyArray] | None, name: str
+) -> np.ndarray:
+    """Computes a tensor of the merged model."""
+    arrays = [np.asarray(source[name], np.float32) for source in sources]
+    weights = options.weights or (1.0,) * len(arrays)
+    if options.method == "linear":
+        return linear(arrays, weights)
+    if options.method == "slerp":
+        return slerp(arrays[0], arrays[1], options.t)
+    assert base is not None, "`_check` refuses these methods without a base"
+    base_array = np.asarray(base[name], np.float32)
+    if options.method == "task_arithmetic":
+        return task_arithmetic(base_array, arrays, weights, options.scale)
+    return ties(base_array, arrays, weights, options.scale, options.density)
+
+
+def _check(options: MergeOptions) -> None:
+    """Raises a UserError for options that do not fit together."""
+    method = options.method
+    if len(options.models) < 2 and method not in _NEEDS_BASE:
+        raise UserError("at least two models are needed", key="MODEL", fix="name two folders of weights")
+    if method == "slerp" and len(options.models) != 2:
+        count = str(len(options.models))
+        raise UserError("SLERP interpolates between two models", key="MODEL", value=count, fix="name two folders")
+    if method in _NEEDS_BASE and options.base is None:
+        rule = f"{method} needs the model from which the others were trained"
+        raise UserError(rule, key="--base", fix="add --base with its folder")
+    if method not in _NEEDS_BASE and options.base is not None:
+        fix = f"leave it out, or use --method {' or '.join(_NEEDS_BASE)}"
+        raise UserError(f"{method} has no base", key="--base", value=str(options.base), fix=fix)
+    if options.weights and (len(options.weights) != len(options.models) or method == "slerp"):
+        rule = f"there are {len(options.models)} models and {len(options.weights)} weights"
+        fix = "write --weight once for each model"
+        if method == "slerp":
+            rule = "SLERP has no weights"
+            fix = "write --t: 0 is the first model, 1 the second"
+        raise UserError(rule, key="--weight", value=" ".join(map(str, options.weights)), fix=fix)
+    if method == "linear" and options.weights and abs(sum(options.weights)) < 1e-8:
+        values = " ".join(map(str, options.weights))
+        raise UserError("the weights sum to 0", key="--weight", value=values, fix="write weights of another sum")
+    if (options.output / MARKER).exists():
+        rule = "the folder is a checkpoint of a training"
+        raise UserError(rule, key="--output", value=str(options.output), fix="name another folder")
+    present = [*weight_files(options.output), options.output / CONFIG]
+    existing = next((path for path in present if path.exists()), None)
+    if existing is not None and not options.force:
+        fix = "give another --output, or --force to replace it"
+        raise UserError("the file exists already", key="--output", value=str(existing), fix=fix)
+
+
+def _compare(
+    first: Path, expected: Mapping[str, LazyArray], path: Path, tensors: Mapping[str, LazyArray]
+) -> None:
+    """Raises a UserError if a model has other tensors than the first one."""
+    for name, array in expected.items():
+        if name not in tensors:
+            rule = f"it lacks {name}, which {first} has"
+        elif tensors[name].shape != array.shape:
+            rule = f"its {name} has the shape {list(tensors[name].shape)}, that of {first} has {list(array.shape)}"
+        else:
+            continue
+        raise UserError(rule, key="MODEL", value=str(path), fix="merge models of one size, with the same tensor names")
+    for name in tensors:
+        if name not in expected:
+            rule = f"it has {name}, which {first} lacks"
+            fix = "merge models of one size, with the same tensor names"
+            raise UserError(rule, key="MODEL", value=str(path), fix=fix)
+
+
+def _copy_other_files(model: Path, output: Path) -> Iterator[str]:
+    """Copies config.json, the tokenizer and so on of a model; yields their names."""
+    folder = model
+    if model.is_file():
+        folder = model.parent
+    elif not (model / CONFIG).exists() and not any(model.glob("*.safetensors")):
+        folder = find_checkpoint(model)
+    for name in _COPIED:
+        if (folder / name).is_file():
+            write_atomically(output / name, partial(_copy, folder / name))
+            yield name
+
+
+def _copy(source: Path, path: Path) -> None:
+    shutil.copyfile(source, path)
+
+
+def _write_bytes(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+
+
+def _write(weights: Mapping[str, LazyArray], dtype: str, path: Path) -> None:
+    write_weights(path, weights, dtype)
