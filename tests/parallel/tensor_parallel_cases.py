@@ -90,7 +90,14 @@ CASES["one key head, recomputed"] = {
     **CLIPPED, **SMOOTH,
 }  # fmt: skip
 CASES["windows, documents, dropout"] = {
-    "model": {"sliding_window": 5, "n_kv_heads": 2} | DROPOUT, "recompute_config": {"recompute": True}, **SMOOTH,
+    "model": {"sliding_window": 5, "n_kv_heads": 2, "attention_sinks": True, "attn_logit_softcapping": 2.0,
+              "final_logit_softcapping": 3.0} | DROPOUT,
+    "recompute_config": {"recompute": True}, **SMOOTH,
+}  # fmt: skip
+CASES["experts with biases"] = {
+    "model": {"attention_sinks": True, "moe_config": {
+        "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "moe_mlp_has_bias": True,
+        "moe_router_has_bias": True, "swiglu_limit": 0.5, "aux_loss_factor": 0.3}}, **CLIPPED, **SMOOTH,
 }  # fmt: skip
 CASES["bfloat16"] = {"model": EVERY_KIND | {"compute_dtype": "bfloat16"}, **SMOOTH}
 CASES["float16"] = {"model": EVERY_KIND | DROPOUT | {"compute_dtype": "float16"}, **SMOOTH}

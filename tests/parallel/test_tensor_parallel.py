@@ -38,6 +38,7 @@ DEEPSEEK, RECOMPUTED = "DeepSeek", "DeepSeek, recomputed"
 ADAPTERS, LATENT_ADAPTERS = "one key head, adapters", "latent attention, adapters"
 BALANCED = "experts, load of the step"
 DOCUMENTS = "windows, documents, dropout"
+EXPERT_BIASES = "experts with biases"
 BIASES, ONE_HEAD_RECOMPUTED = "biases", "one key head, recomputed"
 _NARROW = {"bfloat16": SHORT, "bfloat16, experts": SHORT, "float16": SHORT}
 _ATTENTION, _MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
@@ -79,7 +80,9 @@ SUITES = {
     "experts, each on two ranks": Suite(
         4, {"experts": 2}, {MIXTRAL: SHORT}, {MIXTRAL: [f"{_MLP}experts.up_proj.weight"]},
     ),
-    "experts with tensor and data": Suite(4, {"tensor": 2, "rows": True, "experts": 4}, {MIXTRAL: SHORT}),
+    "experts with tensor and data": Suite(
+        4, {"tensor": 2, "rows": True, "experts": 4}, {MIXTRAL: SHORT, EXPERT_BIASES: SHORT},
+    ),
     "context in a ring with tensor and experts": Suite(
         4, {"tensor": 2, "rows": True, "context": 2, "experts": 2}, {DEEPSEEK: SHORT},
     ),
