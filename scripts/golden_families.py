@@ -166,6 +166,22 @@ FAMILY_CASES = {
         {"head_dim": 6, "tie_word_embeddings": True, "pad_token_id": None, "use_bias": False},
         {"pairs": Removal({"rope_theta": 1e30})},
     ),
+    "ernie4_5_moe": family(
+        "neighbouring numbers of a head rotated, a softmax router with a bias, a least sum of its scores, dense layers"
+        " around one with experts", "ernie4_5_moe",
+        {"num_hidden_layers": 3, "head_dim": 6, "pad_token_id": None, "use_bias": False, "moe_num_experts": 6,
+         "moe_k": 2, "moe_intermediate_size": 8, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+         "moe_layer_end_index": 1, "moe_norm_min": 0.4},
+        {
+            "pairs": Removal({"rope_theta": 1e30}),
+            "correction bias": Removal(neutral={"e_score_correction_bias": 0.0}),
+            "least sum": Removal({"moe_norm_min": 1e-12}),
+            "shared experts": Removal(neutral={"shared_experts.down_proj.weight": 0.0}),
+            "dense last layer": Removal({"moe_layer_end_index": 2}),
+            "dense first layer": Removal({"moe_layer_start_index": 0}),
+        },
+        salt="9",
+    ),
     "deepseek_v2": family(
         "a softmax router with groups, a dense first layer, latent queries and yarn", "deepseek_v2", DEEPSEEK_V2,
         {

@@ -87,7 +87,7 @@ def build_model(case: Case, name: str, changes: dict[str, Any]) -> torch.nn.Modu
     weights."""
     config = {**BASE, **case.changes, **changes}
     how = {"attn_implementation": "eager"}
-    if "num_experts_per_tok" in config:
+    if "num_experts_per_tok" in config or "moe_k" in config:
         how["experts_implementation"] = "eager"
     hf_config = AutoConfig.for_model(case.model_type, **how, use_cache=False, **_copy(config))
     check_rotary_keys(hf_config, config)
@@ -103,6 +103,8 @@ def fill_weights(model: torch.nn.Module, seed_text: str) -> None:
             weight.copy_(torch.from_numpy(make_weight(f"{seed_text}/{name}", tuple(weight.shape))))
             if "gemma" in model.config.model_type and name.endswith("norm.weight"):  # it multiplies by 1 + weight
                 weight -= 1
+            if name.endswith(EXPERT_BIAS):
+                weight[..., NEVER_CHOSEN] = -10.0
         for name, bias in model.named_buffers():
             if name.endswith(EXPERT_BIAS):
                 bias.copy_(torch.from_numpy(make_weight(f"{seed_text}/{name}.bias", tuple(bias.shape))))
@@ -225,7 +227,7 @@ def routers_watched(name: str, model: torch.nn.Module) -> Iterator[list[float]]:
 
     def watch(router: torch.nn.Module, _: Any, out: tuple[torch.Tensor, ...]) -> None:
         margins.append(margin(router, out[0], out[2]))
-        excluded = {NEVER_CHOSEN} if hasattr(router, EXPERT_BIAS) else set()
+        excluded = {NEVER_CHOSEN} if expert_bias(router) is not None else set()
         unused.extend({*range(out[0].shape[1])} - {*out[2].unique().tolist()} - excluded)
 
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
@@ -238,10 +240,18 @@ def routers_watched(name: str, model: torch.nn.Module) -> Iterator[list[float]]:
         raise SystemExit(f"{name}: a router's choice has {found}: change the salt")
 
 
+def expert_bias(router: torch.nn.Module) -> torch.Tensor | None:
+    """Returns a router's expert bias, [E]; None without one. ERNIE 4.5 has a module for it, where it is [1, E]."""
+    bias = getattr(getattr(router, "moe_statics", router), EXPERT_BIAS, None)
+    return None if bias is None else bias.flatten()
+
+
 def margin(router: torch.nn.Module, logits_NE: torch.Tensor, chosen_Nk: torch.Tensor) -> float:
     """Returns the gap between the scores of the last chosen expert or group and the next one."""
-    is_sigmoid = hasattr(router, EXPERT_BIAS)
-    scores_NE = logits_NE.sigmoid() + router.e_score_correction_bias if is_sigmoid else logits_NE.softmax(-1)
+    bias_E = expert_bias(router)
+    is_sigmoid = bias_E is not None and not hasattr(router, "moe_statics")
+    scores_NE = logits_NE.sigmoid() if is_sigmoid else logits_NE.softmax(-1)
+    scores_NE = scores_NE if bias_E is None else scores_NE + bias_E
     smallest, others_NE = scores_NE.gather(1, chosen_Nk).amin(1), scores_NE.scatter(1, chosen_Nk, -torch.inf)
     margins = []
     has_groups = is_sigmoid or getattr(router, "topk_method", "") == "group_limited_greedy"
@@ -274,6 +284,10 @@ def on_disk(model_type: str, name: str, array: np.ndarray) -> dict[str, np.ndarr
     if not found or not part.startswith(("experts.", "gate.")):
         return {name: array}
     home, parts = f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
+    if model_type == "ernie4_5_moe":
+        part = part.replace("gate.moe_statics.", "moe_statics.")
+        if part.startswith("moe_statics."):
+            return {f"{home}.{part}": array}
     if model_type == "mixtral":
         home, parts = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
     if part.startswith("gate."):
@@ -300,7 +314,8 @@ def gradients_on_disk(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Gradients under the same names; an expert bias has none."""
     found = {}
     for name, weight in model.named_parameters():
-        found |= on_disk(model.config.model_type, name, weight.grad.numpy())
+        if not name.endswith(EXPERT_BIAS):
+            found |= on_disk(model.config.model_type, name, weight.grad.numpy())
     return found
 
 

@@ -31,7 +31,7 @@ KNOWN = (
     "granitemoe", "granitemoeshared", "gpt_oss", "mixtral", "olmoe",
     "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4",
     "phi3",
-    "seed_oss", "ernie4_5",
+    "seed_oss", "ernie4_5", "ernie4_5_moe",
     "deepseek_v3", "deepseek_v2", "dots1",
 )  # fmt: skip
 TINY = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
@@ -61,6 +61,8 @@ def defaults(model_type: str) -> dict[str, Any]:
         scaling = {"rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"}}
     rope = {key: rope[key] for key in ("partial_rotary_factor", "rope_theta") if key in rope} | scaling
     kept = {key: value for key, value in found.items() if key not in base or base[key] != value}
+    if "moe_layer_end_index" in kept:  # -1: the class counts the layers
+        kept["moe_layer_end_index"] = CONFIG_MAPPING[model_type].moe_layer_end_index
     return {**kept, **rope, "layer_types": None, "model_type": model_type}
 
 

@@ -233,7 +233,7 @@ def _case_metadata(
     moved = require_effect(name, effects)
     metadata = {"what": case.what, "config": {"model_type": case.model_type, **BASE, **case.changes},
                 "config_as_saved": json.loads(model.config.to_json_string(use_diff=False)),
-                "effect_on_logits": float(f"{moved:.2g}"), "parameters": model.num_parameters()}
+                "effect_on_logits": float(f"{moved:.2g}"), "parameters": model.num_parameters(only_trainable=True)}
     if margins or case.mtp_depth:
         metadata |= {"config_json": json.loads(model.config.to_json_string()),
                      "smallest_margin": float(f"{min(margins, default=1.0):.2g}"),

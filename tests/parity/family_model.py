@@ -45,7 +45,8 @@ class FamilyModel:
     def config(self, folder: Path | None = None, **model: Any) -> Config:
         """Returns the configuration of a finetuning with the folder; `model` has further keys of `model_config`."""
         settings = {"seq_length": self.case.input_ids.shape[1]} | model
-        if "num_experts_per_tok" in self.described:  # losses of transformers have no balance loss unless asked for
+        # Losses of transformers have no balance loss unless asked for.
+        if not self.described.keys().isdisjoint(("num_experts_per_tok", "moe_k")):
             settings["router_aux_loss_coef"] = 0.0
         sections = {
             "pretrained_model_dir": str(folder or self.folder), "run_mode": "finetune",

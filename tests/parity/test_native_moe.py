@@ -48,6 +48,7 @@ CASES: dict[str, tuple[dict, dict]] = {
     "softmax": ({}, {}),
     "sigmoid, groups, bias of the choice": ({**SIGMOID, "n_group": 2, "topk_group": 1}, {}),
     "gates as they are, scaled": ({"norm_topk_prob": False, "routed_scaling_factor": 2.5}, {}),
+    "a least sum of scores": ({"moe_norm_min": 0.7}, {}),
     "z loss": ({"z_loss_factor": 0.01}, {}),
     "shared experts": (SHARED, {}),
     "shared experts with a gate": ({**SHARED, "use_shared_expert_gating": True}, {}),
@@ -118,7 +119,8 @@ def moe_formula(
     scores = scores_formula(moe, logits)
     gates = np.take_along_axis(scores, routing.experts_Nk, 1)
     if moe.norm_topk_prob:
-        gates = gates / gates.sum(1, keepdims=True)
+        sums = gates.sum(1, keepdims=True)
+        gates = gates / np.where(sums.real < moe.moe_norm_min, moe.moe_norm_min, sums)
     gates = gates * moe.routed_scaling_factor
     added = np.zeros_like(y)
     gate, up, down = (weights[f"mlp.experts.{name}_proj.weight"] for name in ("gate", "up", "down"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,9 @@ BALANCED = {
     "topk_group": 2, "routed_scaling_factor": 2.5, "use_gmm": True, "shared_expert_num": 1, "z_loss_factor": 0.01,
 }  # fmt: skip
 
+LEAST_SUM = {"topk_method": "noaux_tc", "moe_norm_min": 0.5, "use_gmm": True}
+"""The router of ERNIE 4.5."""
+
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -44,9 +48,10 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_steps_are_those_of_explicit_mode(on_a_cpu: None) -> None:
+@pytest.mark.parametrize("moe", [BALANCED, LEAST_SUM], ids=["balanced", "least sum"])
+def test_steps_are_those_of_explicit_mode(on_a_cpu: None, moe: dict[str, Any]) -> None:
     top = {"optimizer": {"type": "SGD", "momentum": 0.0}}
-    config = config_of(top, num_layers=1, moe_config=MOE | BALANCED)
+    config = config_of(top, num_layers=1, moe_config=MOE | moe)
     random = np.random.default_rng(1)
     shapes = all_shapes(config.decoder)
     weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}

@@ -19,13 +19,14 @@ Granite    block_sparse_moe.input_linear.weight [E, 2F, D],      the same,
            block_sparse_moe.router.layer.weight,                 mlp.gate.weight
            shared_mlp.input_linear [2S, D]                       mlp.shared_experts.gate_proj and up_proj [S, D]
 Qwen2-MoE  mlp.shared_expert                                     mlp.shared_experts
+ERNIE 4.5  mlp.moe_statics.e_score_correction_bias [1, E]        mlp.gate.e_score_correction_bias [E]
 TeleChat2  transformer.h.N.self_attention.key_value [2K d, D]:   model.layers.N.self_attn.k_proj and v_proj
            of each head the key's rows, then the value's
 =========  ====================================================  =============================================
 
 All forms can be read, ChatGLM's also under MindSpore Transformers' names, joined or not. Only the first form and those
-of Mixtral, GLM, Phi3, Granite and Qwen2-MoE are written: classes of transformers find no other names. transformers 5
-has the form "fused" in memory and can write it. `trainer.config.families` has the names.
+of Mixtral, GLM, Phi3, Granite, Qwen2-MoE and ERNIE 4.5 are written: classes of transformers find no other names.
+transformers 5 has the form "fused" in memory and can write it. `trainer.config.families` has the names.
 
 H query heads, K key/value heads of d numbers, E experts, F width of an expert or feed-forward layer, S width of the
 shared experts, D hidden size.
@@ -39,9 +40,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trainer.config.families import FAMILIES, ExpertNames
-from trainer.parallel.sharding import ShardSpec, full_shard_spec
+from trainer.parallel.sharding import Shard, ShardSpec, full_shard_spec
 from trainer.storage.interleaved_experts import join_interleaved_experts, split_interleaved_experts
-from trainer.storage.tensor_file import ArrayOrLazyArray, concatenate_arrays, stack_arrays
+from trainer.storage.tensor_file import ArrayOrLazyArray, concatenate_arrays, read_shard, stack_arrays
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
@@ -54,6 +55,7 @@ FUSED = ExpertNames(
 )
 _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.gate.weight"
+_BIAS = f".{PER_EXPERT.bias}"
 _MATRICES = tuple(f"{name}.weight" for name in PER_EXPERT.matrices)
 _JOINED = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -141,7 +143,10 @@ def find_expert_names(names: Iterable[str]) -> ExpertNames:
     """Returns how a file with these tensor names stores its experts."""
     others = {family.expert_names for family in FAMILIES.values()} - {PER_EXPERT}
     endings = {f".{form.module}.{form.router}.weight": form for form in others}
+    endings.pop(_ROUTER, None)
     for form in (*others, FUSED):
+        if form.bias != PER_EXPERT.bias:
+            endings[f".{form.bias}"] = form
         if form.is_stacked:
             endings |= {f".{form.module}.{matrix}": form for matrix in form.matrices}
     for name in names:
@@ -155,7 +160,8 @@ def _names_on_disk(name: str, shape: tuple[int, ...], form: ExpertNames) -> list
     """Returns the names on disk of a parameter: one name, or one for each expert, in order."""
     layer, stack, matrix = name.partition(_EXPERTS)
     if not stack:
-        return [name.replace(_ROUTER, f".{form.module}.{form.router}.weight")]
+        name = name.replace(_ROUTER, f".{form.module}.{form.router}.weight")
+        return [name.replace(_BIAS, f".{form.bias}")]
     if matrix in _MATRICES:
         matrix = form.matrices[_MATRICES.index(matrix)]
         if form.is_stacked:
@@ -169,7 +175,9 @@ def disk_shapes(shapes: Shapes, form: ExpertNames = PER_EXPERT) -> dict[str, tup
     shapes_on_disk: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         tensors = _names_on_disk(name, shape, form)
-        if _EXPERTS not in name:
+        if _is_row(name, form):
+            shapes_on_disk[tensors[0]] = (1, *shape)
+        elif _EXPERTS not in name:
             shapes_on_disk[tensors[0]] = shape
         elif form.is_stacked:
             stacks = sum(tensors[0].endswith(matrix) for matrix in form.matrices)
@@ -188,7 +196,9 @@ def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[s
     parameters = {}
     for name, shape in shapes.items():
         arrays = [weights[tensor] for tensor in _names_on_disk(name, shape, form)]
-        if _EXPERTS not in name:
+        if _is_row(name, form):
+            parameters[name] = read_shard(arrays[0])[0]
+        elif _EXPERTS not in name:
             parameters[name] = arrays[0]
         elif form.is_stacked:
             start = _rows_above(name, shape)
@@ -196,6 +206,11 @@ def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[s
         else:
             parameters[name] = stack_arrays(arrays)
     return parameters
+
+
+def _is_row(name: str, form: ExpertNames) -> bool:
+    """Returns whether a parameter is an expert bias that is a matrix of one row on disk."""
+    return form.bias_is_row and name.endswith(_BIAS)
 
 
 def _rows_above(name: str, shape: tuple[int, ...]) -> int:
@@ -241,6 +256,9 @@ def disk_slices(parts: Mapping[str, ShardSpec], shapes: Shapes, kind: str) -> di
         elif _EXPERTS in name:
             pieces = [(tensors[expert], DiskSlice(name, local, one)) for expert, one, local in part.items()]
         else:
+            if _is_row(name, form):
+                shard = Shard((0, *part.shard.start), (1, *part.shard.shape))
+                part = ShardSpec((1, *part.global_shape), shard, part.flat_range)
             pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), part))]
         for tensor, piece in pieces:
             tensor_of_class, placed = _name_in_class(tensor, piece, shapes, kind)

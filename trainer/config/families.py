@@ -17,6 +17,14 @@ def shared_experts(settings: Any) -> int:
     return -(-settings.shared_expert_size // settings.expert_size)
 
 
+def layer_interval(settings: Any) -> int:
+    """Returns every how many layers one has experts, between the first and the last that has them (ERNIE 4.5)."""
+    first, *others = (layer for layer in settings.moe_layers if layer < settings.num_layers)
+    if others:
+        return others[0] - first
+    return 1
+
+
 def group_method(settings: Any) -> str:
     """Returns DeepSeek-V2's name for how a router chooses experts: among groups, or not."""
     if (settings.experts.n_group or 1) > 1:
@@ -345,6 +353,24 @@ FAMILIES = {
         },
         _ERNIE_MODEL,
         written={"use_bias": lambda settings: False},  # of every matrix
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "ernie4_5_moe",
+        _ERNIE | _LOSSES | {
+            "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28, "num_attention_heads": 20,
+            "num_key_value_heads": 4, "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+            "moe_layer_interval": 1, "moe_norm_min": 1e-12,
+        },
+        _ERNIE_MODEL, {"topk_method": "noaux_tc", "moe_norm_min": 1e-12},
+        written={
+            "use_bias": lambda settings: False,
+            "moe_num_shared_experts": shared_experts,
+            "moe_layer_start_index": lambda settings: settings.moe_layers[0],
+            "moe_layer_end_index": lambda settings: settings.moe_layers[-1],
+            "moe_layer_interval": layer_interval,
+        },
+        expert_names=ExpertNames(bias="mlp.moe_statics.e_score_correction_bias", bias_is_row=True),
     ),
     "ChatGLM2ForConditionalGeneration": Family(
         "chatglm",

@@ -18,6 +18,9 @@ class ExpertNames(NamedTuple):
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """The matrices of an expert. If `is_stacked`: the tensors of gate and up, which are one, and of down."""
     router: str = "gate"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    bias_is_row: bool = False
+    """Whether the expert bias is a matrix of one row, [1, E]."""
     is_stacked: bool = False
     """One tensor has gate above up of each expert, [E, 2F, D], and another one has down, [E, D, F]."""
 
@@ -85,4 +88,4 @@ class Family(NamedTuple):
     @property
     def is_mixture(self) -> bool:
         """Returns whether every model of the family has experts."""
-        return "num_experts_per_tok" in self.defaults
+        return not self.defaults.keys().isdisjoint(("num_experts_per_tok", "moe_k"))

@@ -176,6 +176,8 @@ _FACTS_OF_EXPERTS = (
     _Fact(lambda s: _experts(s).score_function, "a {} router"),
     _Fact(lambda s: _experts(s).has_expert_bias, "an expert bias", "no expert bias"),
     _Fact(lambda s: not _experts(s).norm_topk_prob, "weights of experts that do not sum to 1"),
+    _Fact(lambda s: (_experts(s).moe_norm_min,) if _experts(s).norm_topk_prob else None,
+          "another least sum of the scores of a token's experts"),
     _Fact(lambda s: _experts(s).routed_scaling_factor, "a factor on the routed experts"),
     _Fact(lambda s: s.shared_expert_size, "shared experts", "no shared experts", "shared experts of another width"),
     _Fact(lambda s: s.has_shared_gate, "a gate on the shared experts", "no gate on the shared experts"),

@@ -14,8 +14,6 @@ OTHERS = {
                " layers have a sliding window",
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
-    "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, the router has a softmax and an expert bias,"
-                    " and keys and tensors of the experts have names of their own",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "hunyuan_v1_dense": "query and key have norms after they are rotated, and the rotary base grows with a factor"
                         " alpha",

@@ -69,6 +69,8 @@ class Gates(nn.Cell):
         super().__init__()
         moe = moe_config(settings)
         self.normalised = moe.norm_topk_prob
+        self.least = moe.moe_norm_min
+        self.at_least = P.Maximum()
         self.factor = moe.routed_scaling_factor
         self.gather = P.GatherD()
         self.matmul = P.MatMul()
@@ -80,7 +82,10 @@ class Gates(nn.Cell):
     def construct(self, scores_NE: Tensor, experts_Nk: Tensor) -> Tensor:
         gates_Nk = self.gather(scores_NE, 1, experts_Nk)
         if self.normalised:
-            gates_Nk = self.divide(gates_Nk, self.add(self.matmul(gates_Nk, self.ones_kk), 1e-20))
+            sums_Nk = self.add(self.matmul(gates_Nk, self.ones_kk), 1e-20)
+            if self.least:
+                sums_Nk = self.at_least(sums_Nk, self.least)
+            gates_Nk = self.divide(gates_Nk, sums_Nk)
         if self.factor == 1:
             return gates_Nk
         return self.multiply(gates_Nk, self.factor)
@@ -91,7 +96,7 @@ class Gates(nn.Cell):
         for part in (self.gather, self.divide):
             part.shard((row, row))
         self.matmul.shard((row, (1, 1)))
-        for part in (self.add, self.multiply):
+        for part in (self.add, self.at_least, self.multiply):
             part.shard((row, ()))
 
 

@@ -96,6 +96,9 @@ def _expert_layers(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     dense = sum(layer < (moe.first_k_dense_replace or 0) for layer in kept)
     if moe.first_k_dense_replace is not None:
         yield from change_key(config, f"{_EXPERTS}.first_k_dense_replace", dense, _REMAIN)
+    if moe.moe_layer_end_index >= 0:
+        last = sum(layer <= moe.moe_layer_end_index for layer in kept) - 1
+        yield from change_key(config, f"{_EXPERTS}.moe_layer_end_index", last, _REMAIN)
     if moe.moe_layer_freq != 1:
         every = [int(config.decoder.is_moe_layer(layer)) for layer in kept]
         yield from change_key(config, f"{_EXPERTS}.moe_layer_freq", every, _REMAIN)

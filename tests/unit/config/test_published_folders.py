@@ -83,6 +83,14 @@ GRANITE_MOE = {
     "num_local_experts": 32, "residual_multiplier": 0.22, "tie_word_embeddings": True, "vocab_size": 49155,
 }  # fmt: skip
 """Granite-3.0-1B-A400M."""
+ERNIE_MOE = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "hidden_size": 2560,
+    "intermediate_size": 12288, "moe_capacity": [64, 64, 64], "moe_intermediate_size": 1536, "moe_k": 6,
+    "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+    "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1, "rope_theta": 500000, "use_bias": False, "vocab_size": 103424,
+}  # fmt: skip
+"""ERNIE-4.5-21B-A3B, whose module for a further token transformers leaves out."""
 
 
 @pytest.mark.parametrize(
@@ -97,8 +105,9 @@ GRANITE_MOE = {
         (OLMOE, "OlmoeForCausalLM", 6_919_161_856),
         (GEMMA2, "Gemma2ForCausalLM", 2_614_341_888),
         (GRANITE_MOE, "GraniteMoeForCausalLM", 1_334_628_352),
+        (ERNIE_MOE, "Ernie4_5_MoeForCausalLM", 21_825_436_160),
     ],
-    ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE"],
+    ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

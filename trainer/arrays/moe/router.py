@@ -35,12 +35,12 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def chosen_gates(
     scores_NE: np.ndarray, experts_Nk: np.ndarray, moe: MoEConfig
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the gates before `routed_scaling_factor`, [N, k], and their divisors [N, 1], None if not normalised."""
+    """Returns the gates before `routed_scaling_factor`, [N, k], and the sums [N, 1], None if not normalised."""
     chosen_Nk = np.take_along_axis(scores_NE, experts_Nk, 1)
     if not moe.norm_topk_prob:
         return chosen_Nk, None
     sums_N1 = chosen_Nk.sum(1, keepdims=True) + _TINY
-    return chosen_Nk / sums_N1, sums_N1
+    return chosen_Nk / np.maximum(sums_N1, np.float32(moe.moe_norm_min)), sums_N1
 
 
 class RouterLabels(NamedTuple):
@@ -166,7 +166,10 @@ class CpuRouter:
             grad_NE = _through_quotient(grad_NE, routed.normalised_NE, routed.score_sums_N1)
         grad_Nk = grad_gates_Nk * np.float32(self.moe.routed_scaling_factor)
         if routed.chosen_sums_N1 is not None:
-            grad_Nk = _through_quotient(grad_Nk, routed.unscaled_gates_Nk, routed.chosen_sums_N1)
+            least = np.float32(self.moe.moe_norm_min)
+            divisors_N1 = np.maximum(routed.chosen_sums_N1, least)
+            through_Nk = _through_quotient(grad_Nk, routed.unscaled_gates_Nk, divisors_N1)
+            grad_Nk = np.where(routed.chosen_sums_N1 < least, grad_Nk / divisors_N1, through_Nk)
         experts_Nk = routed.routing.experts_Nk
         np.put_along_axis(grad_NE, experts_Nk, np.take_along_axis(grad_NE, experts_Nk, 1) + grad_Nk, 1)
         if self.is_sigmoid:

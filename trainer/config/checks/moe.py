@@ -102,6 +102,8 @@ def _no_moe_layer(config: Config, moe: MoEConfig) -> ConfigError:
     if moe.decoder_sparse_step > 1:
         name = "decoder_sparse_step"
     rule = "leaves no layer with experts"
+    if moe.moe_layer_end_index >= 0:
+        name = "moe_layer_end_index"
     if dense == config.decoder.num_layers:
         name = "first_k_dense_replace"
     elif dense:

@@ -163,6 +163,8 @@ _UNUSED = (
             _no_capacity_reason),
     _Unused(_MOE, "enable_gmm_safe_tokens use_fused_ops_permute", lambda c: c.decoder.experts and not _moe(c).use_gmm,
             "use_gmm is False"),
+    _Unused(_MOE, "moe_norm_min", lambda c: c.decoder.experts and not _moe(c).norm_topk_prob,
+            "norm_topk_prob is False"),
     _Unused(_MOE, "topk_bias_update_rate", lambda c: c.decoder.experts and not _moe(c).balance_via_topk_bias,
             "balance_via_topk_bias is False"),
 )  # fmt: skip

@@ -31,7 +31,7 @@ _SIZES = (
     *(f"{_MODEL}.{name}" for name in "num_layers hidden_size num_heads n_kv_heads head_dim intermediate_size vocab_size"
       " tie_word_embeddings q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()),
     *(f"{_EXPERTS}.{name}" for name in "expert_num moe_intermediate_size shared_expert_num first_k_dense_replace"
-      " moe_shared_expert_intermediate_size decoder_sparse_step mlp_only_layers".split()),
+      " moe_shared_expert_intermediate_size decoder_sparse_step mlp_only_layers moe_layer_end_index".split()),
 )  # fmt: skip
 """Keys on which the sizes of weights depend: if the YAML contradicts the folder, its weights do not fit."""
 _NAMES = ("architectures", "model_type")

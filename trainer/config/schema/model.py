@@ -478,6 +478,8 @@ class ModelConfig(Section):
             return False
         if layer >= self.num_layers:
             return True
+        if 0 <= moe.moe_layer_end_index < layer:
+            return False
         if isinstance(moe.moe_layer_freq, list):
             return bool(moe.moe_layer_freq[layer])
         return layer % moe.moe_layer_freq == 0

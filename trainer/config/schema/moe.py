@@ -11,9 +11,9 @@ class MoEConfig(Section):
 
     expert_num: int = setting(
         1, "Experts a layer; 1 is a dense model.", ge=1, le=RANKS,
-        aliases="n_routed_experts num_experts num_local_experts num_moe_experts")
+        aliases="n_routed_experts num_experts num_local_experts num_moe_experts moe_num_experts")
     num_experts_chosen: int = setting(
-        1, "Experts each token goes to.", ge=1, le=RANKS, aliases="num_experts_per_tok moe_router_topk")
+        1, "Experts each token goes to.", ge=1, le=RANKS, aliases="num_experts_per_tok moe_router_topk moe_k")
     capacity_factor: float | None = setting(
         None, "Expert capacity relative to an even load: 1.0 is tokens x num_experts_chosen / expert_num of a"
         " micro-batch. Excess tokens are dropped in training. -1: no limit. Default null: no limit; with enable_sdrop"
@@ -32,13 +32,17 @@ class MoEConfig(Section):
         None, "Kinds of auxiliary losses; only expert is supported.")
     z_loss_factor: float = setting(0.0, "Weight of the router's z-loss.", ge=0, aliases="moe_z_loss_coeff")
     norm_topk_prob: bool = setting(True, "Make the chosen experts' weights sum to 1.")
+    moe_norm_min: float = setting(
+        0.0, "Least divisor of norm_topk_prob: where the scores of the chosen experts sum to less, their weights sum to"
+        " less than 1 (ERNIE 4.5).", ge=0, lt=1)
     use_gating_sigmoid: bool = setting(False, "Sigmoid router instead of softmax.")
     scoring_func: Literal["softmax", "sigmoid"] | None = setting(
         None, "Router function by its Hugging Face name. Default null: use_gating_sigmoid decides.",
         aliases="moe_router_score_function")
     routed_scaling_factor: float = setting(
         1.0, "Factor on the routed experts' sum.", gt=0, aliases="moe_router_topk_scaling_factor")
-    shared_expert_num: int = setting(0, "Number of shared experts.", ge=0, le=RANKS, aliases="n_shared_experts")
+    shared_expert_num: int = setting(
+        0, "Number of shared experts.", ge=0, le=RANKS, aliases="n_shared_experts moe_num_shared_experts")
     moe_intermediate_size: int | None = setting(
         None, "Width of an expert. Default null: intermediate_size.", ge=1, le=WIDTH, aliases="moe_ffn_hidden_size")
     moe_shared_expert_intermediate_size: int | None = setting(
@@ -56,11 +60,15 @@ class MoEConfig(Section):
         " it on both sides (gpt-oss). Default null: silu(gate) * up.", gt=0)
     swiglu_alpha: float = setting(1.702, "swiglu_limit: the slope of the sigmoid.", gt=0)
     first_k_dense_replace: int | None = setting(
-        None, "Leading layers that stay dense. Default null: none.", ge=0, le=LAYERS)
+        None, "Leading layers that stay dense. Default null: none.", ge=0, le=LAYERS, aliases="moe_layer_start_index")
+    moe_layer_end_index: int = setting(
+        -1, "ERNIE 4.5: the last layer that may have experts, counted from 0. Default -1: the last of all.",
+        ge=-1, le=LAYERS)
     moe_layer_freq: Layer | list[Layer] = setting(
         1, "Frequency of MoE layers: N makes every Nth layer one; a list has 1 (MoE) or 0 (dense) for each layer.")
     decoder_sparse_step: int = setting(
-        1, "Qwen3-MoE: of every N layers the last one has experts. Default 1: moe_layer_freq decides.", ge=1, le=LAYERS)
+        1, "Qwen3-MoE: of every N layers the last one has experts. Default 1: moe_layer_freq decides.", ge=1, le=LAYERS,
+        aliases="moe_layer_interval")
     mlp_only_layers: list[Layer] | None = setting(
         None, "Qwen3-MoE: layers that stay dense, counted from 0. Default null: moe_layer_freq decides.")
     n_group: int | None = setting(
