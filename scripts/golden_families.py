@@ -182,6 +182,13 @@ FAMILY_CASES = {
         },
         salt="9",
     ),
+    "hunyuan_v1_dense": family(
+        "norms of query and key after they are rotated, a rotary base with a power of alpha", "hunyuan_v1_dense",
+        {"head_dim": 6, "attention_bias": True, "pad_token_id": None, "rope_theta": 20.0,
+         "rope_scaling": {"rope_type": "dynamic", "alpha": 30.0, "factor": 1.0}},
+        {"alpha": Removal({"rope_scaling": None}), "biases": Removal(neutral={"_proj.bias": 0.0}),
+         "norms": Removal(neutral={"query_layernorm.weight": 1.0, "key_layernorm.weight": 1.0})},
+    ),
     "deepseek_v2": family(
         "a softmax router with groups, a dense first layer, latent queries and yarn", "deepseek_v2", DEEPSEEK_V2,
         {

@@ -226,11 +226,13 @@ def _heads_formula(
     found = []
     for name in "qkv":
         made = linear(f"{name}_proj", y)
+        if name != "v" and spec.norms_rotated:
+            made = _rotated(spec, sequences, made, spec.head_size)
         if spec.head_norm and name != "v":
             by_head = made.reshape(len(y), -1, spec.head_size)
             normed = numpy_kernels.rms_norm(by_head, weights[f"self_attn.{name}_norm.weight"], spec.eps)
             made = normed.reshape(made.shape)
-        if name != "v":
+        if name != "v" and not spec.norms_rotated:
             made = _rotated(spec, sequences, made, spec.head_size)
         found.append(made)
     return found
@@ -363,6 +365,7 @@ ATTENTION: dict[str, tuple[dict, list]] = {
         PACKED,
     ),
     "latent, no norms, a scale": ({**LATENT, "use_qk_norm": False, "softmax_scale": 0.9, **adapters()}, PACKED),
+    "head norms after rotary": ({"use_qk_norm": True, "qk_norm_after_rotary": True, **adapters(), **BIASES}, PACKED),
 }  # fmt: skip
 
 

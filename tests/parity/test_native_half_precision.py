@@ -144,6 +144,7 @@ VARIANTS: dict[str, dict] = {
     "dense": {},
     "tied, window": {"tie_word_embeddings": True, "sliding_window": 4},
     "shared expert": {"moe_config": EXPERTS},
+    "norms after rotary": {"use_qk_norm": True, "qk_norm_after_rotary": True},
     # What a norm makes larger rounds by as much more: fewer layers of it.
     "norms after sublayers": {"post_self_attn_layernorm": True, "post_mlp_layernorm": True, "num_layers": 1},
     "latent attention": LATENT,

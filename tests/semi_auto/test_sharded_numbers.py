@@ -48,9 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
         "parallel_config": {"data_parallel": 2, "model_parallel": 2},
         "runner_config": {"batch_size": 2, "gradient_accumulation_steps": 2},
         "model": {"model_config": MODEL | {
-            "use_qk_norm": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.4,
-            "layernorm_zero_centered_gamma": True, "hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": 0.5,
-            "final_logit_softcapping": 0.8,
+            "use_qk_norm": True, "qk_norm_after_rotary": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+            "logits_scaling": 0.4, "layernorm_zero_centered_gamma": True, "hidden_act": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.8,
         }},
     },
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.family_record import ExpertNames, Family, SourceClass
+from trainer.config.family_record import ROPE_TYPES, ExpertNames, Family, SourceClass
 
 
 def shared_experts(settings: Any) -> int:
@@ -371,6 +371,18 @@ FAMILIES = {
             "moe_layer_interval": layer_interval,
         },
         expert_names=ExpertNames(bias="mlp.moe_statics.e_score_correction_bias", bias_is_row=True),
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        "hunyuan_v1_dense",
+        _ALL | {
+            "vocab_size": 290943, "intermediate_size": 11008, "num_key_value_heads": None,
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
+        },
+        {"use_qk_norm": True, "qk_norm_after_rotary": True}, has_output_bias=True,
+        rope_types=(*ROPE_TYPES, "dynamic"),
+        tensor_names={
+            ".self_attn.q_norm.": ".self_attn.query_layernorm.", ".self_attn.k_norm.": ".self_attn.key_layernorm.",
+        },
     ),
     "ChatGLM2ForConditionalGeneration": Family(
         "chatglm",

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 Windows = Literal["", "every", "listed", "other"]
 """Layers with a sliding window: none, all, those of max_window_layers or layer_types ("listed"), or other layers than
 these keys mean for Qwen2, which is not supported ("other")."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+"""The types of rope_scaling that most classes accept."""
 
 
 class ExpertNames(NamedTuple):
@@ -61,7 +63,7 @@ class Family(NamedTuple):
     full_attention_period: int = 0
     """Which layers have no sliding window where layer_types does not say it: every Nth; 0: see `windows`."""
     rope_types: tuple[str, ...] = ()
-    """The types of rope_scaling that its class accepts, if not all."""
+    """The types of rope_scaling that its class accepts, if not `ROPE_TYPES`."""
     scales_embeddings: bool = False
     """Whether embeddings are multiplied by the root of their width."""
     has_output_bias: bool = False
@@ -89,3 +91,7 @@ class Family(NamedTuple):
     def is_mixture(self) -> bool:
         """Returns whether every model of the family has experts."""
         return not self.defaults.keys().isdisjoint(("num_experts_per_tok", "moe_k"))
+
+    def accepts_scaling(self, rope_type: str) -> bool:
+        """Returns whether its class has this type of rope_scaling; dynamic is that with alpha."""
+        return rope_type in (self.rope_types or ROPE_TYPES)

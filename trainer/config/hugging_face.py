@@ -45,6 +45,7 @@ _ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate",
              "mscale", "mscale_all_dim"),
+    "dynamic": ("factor", "alpha"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
 
@@ -114,7 +115,7 @@ def config_json(settings: ModelConfig, architecture: str, dtype: str = "float32"
         rope = {key: getattr(scaling, key) for key in ("rope_type", *_ROPE_KEYS[scaling.rope_type])}
         # truncate is True by default, and 1.0 equals True
         rope = {key: value for key, value in rope.items() if value is not None and value is not True}
-        if scaling.rope_type != "linear":
+        if scaling.rope_type not in ("linear", "dynamic"):
             rope["original_max_position_embeddings"] = settings.trained_length
         keys["rope_scaling"] = dict(rope)
     keys["rope_parameters"] = {"rope_theta": settings.rope_base, **rope}
@@ -152,6 +153,7 @@ _FACTS = (
     _Fact(lambda s: None if attention_spec(s).latent else attention_spec(s).head_norm, "norms on query and key",
           "no norms on query and key"),
     _Fact(lambda s: (attention_spec(s).norms_all_heads,), "norms on query and key over other numbers of heads"),
+    _Fact(lambda s: (attention_spec(s).norms_rotated,), "norms on query and key in another place"),
     _Fact(lambda s: (s.qkv_has_bias, s.attn_proj_has_bias), "other biases in the attention"),
     _Fact(lambda s: s.mlp_has_bias, "biases in the feed-forward layer"),
     _Fact(lambda s: s.down_has_bias != s.mlp_has_bias, "a bias on one side of the feed-forward layer"),
@@ -199,9 +201,9 @@ def class_differences(settings: ModelConfig, architecture: str) -> list[str]:
         facts += _FACTS_OF_EXPERTS
     words = (_difference(fact, fact.value(settings), fact.value(described)) for fact in facts)
     differences = [text for text in words if text]
-    types = FAMILIES[saved_as].rope_types
-    if types and settings.rope_scaling is not None and settings.rope_scaling.rope_type not in types:
-        differences.append(f"rotary positions with {settings.rope_scaling.rope_type} scaling")
+    scaling = settings.rope_scaling
+    if scaling is not None and not FAMILIES[saved_as].accepts_scaling(scaling.rope_type):
+        differences.append(f"rotary positions with {scaling.rope_type} scaling")
     return differences
 
 

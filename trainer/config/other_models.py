@@ -15,8 +15,6 @@ OTHERS = {
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
-    "hunyuan_v1_dense": "query and key have norms after they are rotated, and the rotary base grows with a factor"
-                        " alpha",
     "qwen3_next": "some layers have linear attention",
     "stablelm": "norms are LayerNorm, and rotary positions turn a part of a head",
     "starcoder2": "norms are LayerNorm, the feed-forward layer has no gate, and matrices have biases",

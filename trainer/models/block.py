@@ -99,8 +99,8 @@ class SublayerOutput(nn.Cell):
 class AttentionLayer(nn.Cell):
     """x_ND -> what attention adds to the residual stream, [N, D].
 
-    Optional norm, projections, optional norm of queries and keys, rotary embedding, attention, output projection,
-    optional norm.
+    Optional norm, projections, optional norm of queries and keys before or after the rotary embedding, attention,
+    output projection, optional norm.
     `weights` are all weights of the block, in the order of `block_names`. With `tensor` the rank has some of the heads,
     and the weights are its shards.
     """
@@ -120,6 +120,7 @@ class AttentionLayer(nn.Cell):
         if tensor is not None:
             spec = spec.local(tensor.group.size)
         self.qk_norm = spec.head_norm
+        self.norms_rotated = spec.norms_rotated
         self.head_size = spec.head_size
         self.has_pre_norm = spec.pre_norm
         if self.has_pre_norm:
@@ -193,13 +194,16 @@ class AttentionLayer(nn.Cell):
         q_NC = self.query(y_ND, weights)
         k_NK = self.key(y_ND, weights)
         v_NK = self.value(y_ND, weights)
-        if self.qk_norm:
+        if self.qk_norm and not self.norms_rotated:
             q_NC = self.query_norm(q_NC, weights[self.q_norm])
             k_NK = self.key_norm(k_NK, weights[self.k_norm])
-        if not self.is_rotated:
-            return q_NC, k_NK, v_NK
-        q_NC = self.query_rotary(q_NC, query_tables[0], query_tables[1])
-        return q_NC, self.key_rotary(k_NK, key_tables[0], key_tables[1]), v_NK
+        if self.is_rotated:
+            q_NC = self.query_rotary(q_NC, query_tables[0], query_tables[1])
+            k_NK = self.key_rotary(k_NK, key_tables[0], key_tables[1])
+        if self.norms_rotated:
+            q_NC = self.query_norm(q_NC, weights[self.q_norm])
+            k_NK = self.key_norm(k_NK, weights[self.k_norm])
+        return q_NC, k_NK, v_NK
 
     def attend_over_cache(
         self, attend: Callable, q_NC: Tensor, cached: tuple[Tensor, Tensor], mask: Tensor, weights: Sequence[Tensor]

@@ -121,6 +121,8 @@ MIXTURE = "expert_num: 4, num_experts_chosen: 2"
     ("kind", "keys", "difference"),
     [
         ("LlamaForCausalLM", LATENT, "multi-head latent attention"),
+        ("LlamaForCausalLM", "rope_scaling: {type: dynamic, alpha: 3}", "dynamic scaling"),
+        ("Qwen3ForCausalLM", "qk_norm_after_rotary: True, sliding_window: 8", "in another place"),
         ("LlamaForCausalLM", "rotary_pct: 0.5, use_qk_norm: True", "rotary positions on a part of a head"),
         ("LlamaForCausalLM", "sliding_window: 8, layer_types: [full_attention, sliding_attention]", "a sliding window"),
         ("LlamaForCausalLM", "sliding_window: 8, attention_bias: True", "a sliding window"),

@@ -10,6 +10,8 @@ from golden_files import load_model_case, model_case_names
 
 from trainer.config import dump_config, parse_config
 from trainer.config.families import FAMILIES
+from trainer.config.hugging_face import config_json
+from trainer.config.read.model_folder import model_from_config_json
 
 SIZES = "num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_length: 32"
 
@@ -99,8 +101,29 @@ def test_which_layers_of_qwen3_moe_are_dense(keys: str, frequency: int | list[in
 
 
 @pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ("moe_layer_start_index: 1", (1, 2, 3)),
+        ("moe_layer_start_index: 1, moe_layer_end_index: 2", (1, 2)),
+        ("moe_layer_start_index: 1, moe_layer_interval: 2", (1, 3)),
+        ("moe_layer_end_index: 2, moe_layer_interval: 2", (1,)),
+    ],
+)
+def test_which_layers_of_ernie_have_experts(keys: str, layers: tuple[int, ...]) -> None:
+    config = load(family("Ernie4_5_MoeForCausalLM", f"moe_num_experts: 4, moe_k: 2, {keys}"))
+    assert config.decoder.moe_layers == layers
+    assert parse_config("again", dump_config(config)) == config
+    described = config_json(config.decoder, "Ernie4_5_MoeForCausalLM")
+    assert model_from_config_json(described).moe_layers == layers
+
+
+@pytest.mark.parametrize(
     ("text", "parts"),
     [
+        (
+            family("Ernie4_5_MoeForCausalLM", "moe_num_experts: 4, moe_layer_start_index: 2, moe_layer_end_index: 1"),
+            ["moe_layer_end_index = 1: leaves no layer with experts", "Fix: raise it"],
+        ),
         (family("MixtralForCausalLM"), ["model.arch.type", "requires moe_config.expert_num", "write moe_config"]),
         (family("MixtralForCausalLM", "num_local_experts: 1"), ["num_local_experts = 1: Mix", "greater than 1"]),
         (

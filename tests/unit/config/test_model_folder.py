@@ -145,6 +145,8 @@ def test_experts_that_contradict_the_folder(tmp_path: Path) -> None:
         ('{"model_type": "llama",\n "hidden_size": "64"}', ["config.json:2: hidden_size", "integer"]),
         ('{"model_type": "llama",\n\t"hidden_act": "gelu"}', ["config.json:2: hidden_act = 'gelu': not yet supported"]),
         ('{"model_type": "llama",\n "rope_scaling": {"type": "dynamic"}}', ["config.json:2: rope_scaling.type"]),
+        ('{"model_type": "llama",\n "rope_scaling": {"type": "dynamic", "alpha": 3.0}}', ["rope_scaling.type"]),
+        ('{"model_type": "hunyuan_v1_dense",\n "rope_scaling": {"type": "dynamic"}}', ["json:2: rope_scaling.type"]),
         ('{"model_type": "llama",\n "rope_scaling": {"mrope_section": [1]}}', ["rope_scaling.mrope_section"]),
         ('{"model_type": "mistral",\n "sliding_window": -1}', ["sliding_window = -1", "at least 0"]),
         ('{"model_type": "llama",\n "logit_scale": 0.5}', ["config.json:2", "a factor on the logits"]),

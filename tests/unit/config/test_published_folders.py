@@ -91,6 +91,17 @@ ERNIE_MOE = {
     "num_nextn_predict_layers": 1, "rope_theta": 500000, "use_bias": False, "vocab_size": 103424,
 }  # fmt: skip
 """ERNIE-4.5-21B-A3B, whose module for a further token transformers leaves out."""
+HUNYUAN = {
+    "architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense", "attention_head_dim": 128,
+    "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "num_attention_heads": 32, "num_experts": 1, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rope_scaling": {
+        "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    },
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "use_qk_norm": True, "vocab_size": 128167,
+}  # fmt: skip
+"""Hunyuan-7B."""
 
 
 @pytest.mark.parametrize(
@@ -106,8 +117,10 @@ ERNIE_MOE = {
         (GEMMA2, "Gemma2ForCausalLM", 2_614_341_888),
         (GRANITE_MOE, "GraniteMoeForCausalLM", 1_334_628_352),
         (ERNIE_MOE, "Ernie4_5_MoeForCausalLM", 21_825_436_160),
+        (HUNYUAN, "HunYuanDenseV1ForCausalLM", 7_504_568_320),
     ],
-    ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5"],
+    ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
+         "Hunyuan"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -56,6 +56,7 @@ class HeadProjections:
         names = [f"self_attn.{name}_proj" for name in "qkv"]
         self.linears = [CpuLinear(name, spec.adapters.get(name)) for name in names]
         self.norm_widths = dict(zip("qk", spec.norm_widths, strict=True))
+        self.norms_rotated = spec.norms_rotated
         self.head_norms: dict[str, CpuRmsNorm] = {}
         if spec.head_norm:
             self.head_norms = {name: CpuRmsNorm(width, spec.eps) for name, width in self.norm_widths.items()}
@@ -96,10 +97,15 @@ class HeadProjections:
             if call.saved:
                 plain_nC = call.saved[f"plain_{name}"][tile.rows]
             linear.forward(call, y_nD, plain_nC, tile)
+            x_nC = to_float32_if_needed(plain_nC, wide_nC)
+            if self.norms_rotated:
+                self.rotary.apply(x_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
+                to_bfloat16_if_needed(x_nC, plain_nC)
             width = self.norm_widths[name]
-            x, out = (array.reshape(-1, width) for array in (to_float32_if_needed(plain_nC, wide_nC), wide_nC))
+            x, out = (array.reshape(-1, width) for array in (x_nC, wide_nC))
             norm(x, call.weights[f"self_attn.{name}_norm.weight"], norm.scales(x), out)
-        self.rotary.apply(wide_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
+        if not self.norms_rotated:
+            self.rotary.apply(wide_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
         if name == "q":
             wide_nC *= self.scale
         to_bfloat16_if_needed(wide_nC, out_nC)
@@ -138,8 +144,10 @@ class HeadProjections:
             tile_grads[0][...] *= self.scale
             rotation_n1h = rotation_N1h[tile.rows].conj()
             for name, grad_nC in zip("qk", tile_grads, strict=False):
+                if self.norms_rotated:
+                    self._head_norm_gradient(call, name, grad_nC, tile)
                 self.rotary.apply(grad_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
-                if self.head_norms:
+                if self.head_norms and not self.norms_rotated:
                     self._head_norm_gradient(call, name, grad_nC, tile)
             into_nD = None
             if into_ND is not None:

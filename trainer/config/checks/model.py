@@ -157,6 +157,12 @@ def _positions(config: Config) -> Iterator[ConfigError]:
         rule = f"must be below high_freq_factor ({high})"
         fix = "use 1 and 4, as Llama 3 does"
         yield problem(config, f"{key}.low_freq_factor", rule, fix)
+    if scaling.rope_type == "dynamic" and scaling.alpha is None:
+        rule = "dynamic is supported with alpha only; without it the base grows with the length of each sequence"
+        yield problem(config, f"{key}.rope_type", rule, "write alpha, or use another model")
+    if scaling.rope_type == "dynamic" and config.decoder.rotary_size <= 2:
+        rule = "dynamic requires more than 2 rotated numbers of a head"
+        yield problem(config, f"{key}.rope_type", rule, "raise head_dim, or use another type")
     if scaling.rope_type == "longrope":
         yield from _long_rope(config, scaling)
     if scaling.rope_type == "yarn" and scaling.beta_slow > scaling.beta_fast:

@@ -109,6 +109,8 @@ def _no_moe_layer(config: Config, moe: MoEConfig) -> ConfigError:
     elif dense:
         rule += f", with first_k_dense_replace = {dense}"
     fix = "lower it"
+    if name == "moe_layer_end_index":
+        fix = "raise it"
     if name == "mlp_only_layers":
         fix = "leave layers out of it"
     return problem(config, f"{_KEY}.{name}", rule, f"{fix}, or write expert_num: 1")

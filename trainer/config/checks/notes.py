@@ -152,6 +152,7 @@ _UNUSED = (
     _Unused(_MODEL, "head_dim", lambda c: latent_spec(c.decoder) is not None
             and c.decoder.head_dim not in (None, c.decoder.head_size, c.decoder.qk_rope_head_dim),
             "multi-head latent attention has its own head sizes"),
+    _Unused(_MODEL, "qk_norm_after_rotary", lambda c: not c.decoder.use_qk_norm, "use_qk_norm is False"),
     _Unused(_MODEL, "mtp_loss_factor", lambda c: c.decoder.mtp_depth == 0, "mtp_depth is 0"),
     _Unused(_MOE, "capacity_factor enable_sdrop moe_token_drop_policy",
             lambda c: c.decoder.experts and _moe(c).use_gmm and _moe(c).capacity_factor != -1,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainer.config.checks.problem import ConfigError, one_of, problem_at
 from trainer.config.families import FAMILIES, known_class, known_families, named_family
+from trainer.config.family_record import Family
 from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.other_models import NOT_BUILT, differences, is_known_effect
@@ -54,7 +55,7 @@ _HARMLESS = frozenset(
     " label2id pretraining_tp return_dict output_attentions output_hidden_states is_encoder_decoder problem_type"
     " chunk_size_feed_forward tokenizer_class attn_implementation _attn_implementation"
     " attention_type bos_token eos_token pad_token do_sample temperature top_k top_p repetition_penalty max_length"
-    " qk_head_dim embd_pdrop".split()
+    " qk_head_dim embd_pdrop eod_token_id".split()
 )
 """Keys that do not change what a model computes, or that other code checks."""
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
@@ -210,7 +211,7 @@ def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
     for key, entry in entries.items():
         action = classify_key(key, values[key], family, named)
         if action == "read":
-            unsupported = _unsupported(key, entry)
+            unsupported = _unsupported(key, entry, FAMILIES[family])
             problems += unsupported
             if not unsupported and not _is_inactive_window(key, values):
                 used[key] = entry
@@ -289,21 +290,24 @@ def _is_inactive_window(key: str, values: Mapping[str, Any]) -> bool:
     return key in ("sliding_window", "max_window_layers", "layer_types") and values["use_sliding_window"] is False
 
 
-def _unsupported(key: str, entry: Entry) -> list[ConfigError]:
+def _unsupported(key: str, entry: Entry, family: Family) -> list[ConfigError]:
     """Returns problems for unsupported values of config.json. Their fix is another model, not another value."""
     if key == "hidden_act":
-        return _unsupported_value("hidden_act", key, entry)
+        return _unsupported_value(_VALUES[key], key, entry)
     problems: list[ConfigError] = []
     if key in ("rope_scaling", "rope_parameters") and isinstance(entry.node, Table):
         entries = entry.node.entries()
+        types = _VALUES["rope_type"]
+        if family.accepts_scaling("dynamic") and "alpha" in entries and plain(entries["alpha"].node) is not None:
+            types += ("dynamic",)
         for name in ("type", "rope_type"):
             if name in entries:
-                problems += _unsupported_value("rope_type", f"{key}.{name}", entries[name])
+                problems += _unsupported_value(types, f"{key}.{name}", entries[name])
         known = {*yaml_names(RopeScaling), "rope_theta", "partial_rotary_factor"}
         for name, nested in entries.items():
             value = plain(nested.node)
             if name in ("full_attention", "sliding_attention"):  # each kind of layers has its own
-                problems += _unsupported(key, nested)
+                problems += _unsupported(key, nested, family)
                 continue
             if name not in known and value is not None:
                 rule = "not yet supported"
@@ -311,11 +315,11 @@ def _unsupported(key: str, entry: Entry) -> list[ConfigError]:
     return problems
 
 
-def _unsupported_value(kind: str, key: str, entry: Entry) -> list[ConfigError]:
+def _unsupported_value(supported: tuple[str, ...], key: str, entry: Entry) -> list[ConfigError]:
     value = plain(entry.node)
-    if value in (None, *_VALUES[kind]):
+    if value in (None, *supported):
         return []
-    rule = f"not yet supported, only {one_of(_VALUES[kind])}"
+    rule = f"not yet supported, only {one_of(supported)}"
     return [problem_at(entry.place, key, rule, NOT_BUILT, value)]
 
 

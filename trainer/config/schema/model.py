@@ -47,8 +47,9 @@ def window_layer_types(layers: int, skip_frequency: Any) -> list[str]:
 class RopeScaling(Section):
     """Stretches rotary positions beyond the trained length (YAML ``model_config.rope_scaling``)."""
 
-    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = setting(
-        "linear", "Kind of scaling; default means none.", aliases="type")
+    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "dynamic"] = setting(
+        "linear", "Kind of scaling; default means none. dynamic multiplies the base by a power of alpha, which the"
+        " length of a sequence does not change (Hunyuan).", aliases="type")
     factor: float = setting(
         1.0, "How many times longer the context gets. Default of longrope: max_position_embeddings /"
         " original_max_position_embeddings.", ge=1)
@@ -64,6 +65,8 @@ class RopeScaling(Section):
     beta_fast: float = setting(32.0, "yarn: rotations above which a frequency is kept.", gt=0)
     beta_slow: float = setting(1.0, "yarn: rotations below which a frequency is scaled.", gt=0)
     truncate: bool = setting(True, "yarn: the blend between kept and scaled frequencies begins and ends at whole ones.")
+    alpha: float | None = setting(
+        None, "dynamic: the base is multiplied by alpha^(d / (d - 2)), with d rotated numbers of a head.", gt=0)
     mscale: float | None = setting(None, "yarn: numerator of the attention factor.", ge=0)
     mscale_all_dim: float | None = setting(None, "yarn: denominator of the attention factor.", ge=0)
 
@@ -223,6 +226,9 @@ class ModelConfig(Section):
     qk_norm_all_heads: bool = setting(
         False, "use_qk_norm: one RMSNorm over all heads of the query, and one over those of the key (OLMo), instead of"
         " one over each head.",
+        beside=Beside("multi_latent_attention", False, "multi_latent_attention has norms on its latent vectors"))
+    qk_norm_after_rotary: bool = setting(
+        False, "use_qk_norm: norms after the rotary embedding (Hunyuan), not before.",
         beside=Beside("multi_latent_attention", False, "multi_latent_attention has norms on its latent vectors"))
     input_norms: bool = setting(
         True, "RMSNorm on the inputs of attention and feed-forward layer. False: none (OLMo-2), only those on their"

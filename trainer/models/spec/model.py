@@ -105,6 +105,7 @@ class AttentionSpec:
         rotary_interleaved: Rotates neighbouring numbers instead of the two halves.
         head_norm: Queries and keys of each head are normed before they are rotated.
         norms_all_heads: With `head_norm`: the heads are normed together, not each.
+        norms_rotated: With `head_norm`: queries and keys are normed after they are rotated (Hunyuan).
         pre_norm: The input is normed.
         post_norm: The output is normed before it is added to the residual stream.
         eps: Epsilon of the norms.
@@ -129,6 +130,7 @@ class AttentionSpec:
     window: int | None = None
     head_norm: bool = False
     norms_all_heads: bool = False
+    norms_rotated: bool = False
     pre_norm: bool = True
     post_norm: bool = False
     latent: LatentSpec | None = None

@@ -1,7 +1,8 @@
 """Rotary position tables: cosines and sines of every position, with the scalings for longer contexts. numpy only.
 
 Sources: Su et al. 2021 (RoPE); linear: Chen et al. 2023; yarn: Peng et al. 2023; llama3: Meta's Llama 3.1 release;
-longrope: Ding et al. 2024. The arithmetic follows Hugging Face's `modeling_rope_utils`, against which it is tested.
+longrope: Ding et al. 2024; dynamic: Hunyuan's NTK scaling with a fixed alpha. The arithmetic follows Hugging Face's
+`modeling_rope_utils`, against which it is tested.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def _scale(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling)
     trained_length = settings.trained_length
     if scaling.rope_type == "longrope":
         return _longrope(frequencies, settings, scaling)
+    if scaling.rope_type == "dynamic":
+        return _ntk_alpha(frequencies, settings.rotary_size, scaling), 1.0
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor, 1.0
     if scaling.rope_type == "llama3":
@@ -72,6 +75,13 @@ def _longrope(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScali
     if factor is None:
         factor = math.sqrt(1 + math.log(scaling.factor) / math.log(settings.trained_length))
     return frequencies / np.array(divisors, np.float64), factor
+
+
+def _ntk_alpha(frequencies: np.ndarray, size: int, scaling: RopeScaling) -> np.ndarray:
+    """Multiplies the base by alpha^(d / (d - 2)): the lowest frequency is divided by alpha, and the highest stays."""
+    assert scaling.alpha is not None, "a rule requires it"
+    exponents = np.arange(0, size, 2, dtype=np.float64) / size
+    return frequencies / (scaling.alpha ** (size / (size - 2))) ** exponents
 
 
 def _llama3(frequencies: np.ndarray, scaling: RopeScaling, trained_length: int) -> np.ndarray:

@@ -78,6 +78,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         window=window,
         head_norm=settings.use_qk_norm and latent is None,
         norms_all_heads=settings.use_qk_norm and settings.qk_norm_all_heads,
+        norms_rotated=settings.use_qk_norm and settings.qk_norm_after_rotary,
         pre_norm=settings.input_norms,
         post_norm=settings.post_self_attn_layernorm and latent is None,
         latent=latent,

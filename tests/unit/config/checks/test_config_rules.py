@@ -100,7 +100,11 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
             ["low_freq_factor = 4.0: must be below high_freq_factor (4.0)"],
         ),
         ("model_config: {rope_scaling: {rope_type: yarn, beta_slow: 40}}\n", ["must be at most beta_fast (32.0)"]),
-        ("model_config: {rope_scaling: {type: dynamic}}\n", ["rope_scaling.type = 'dynamic'"]),
+        ("model_config: {rope_scaling: {type: dynamic}}\n", ["rope_scaling.type = 'dynamic'", "with alpha only"]),
+        (
+            "model_config: {head_dim: 2, rope_scaling: {type: dynamic, alpha: 3}}\n",
+            ["rope_scaling.type = 'dynamic'", "more than 2 rotated numbers"],
+        ),
         ("model_config: {vocab_size: 300, eos_token_id: 300}\n", ["eos_token_id = 300", "0 to 299"]),
         ("model_config: {vocab_size: 300, eos_token_id: [2, -1]}\n", ["eos_token_id = [2, -1]", "0 to 299"]),
         (
