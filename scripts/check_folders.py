@@ -50,7 +50,9 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "q_b_proj|kv_a_proj_with_mqa|kv_b_proj",
     ),
 }  # fmt: skip
-REFUSED = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}, "use_rslora": True, "use_dora": True}
+REFUSED = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}, "use_dora": True}
+# Settings of PEFT that pet_config has under the same names.
+METHODS: dict[str, dict[str, Any]] = {"rsLoRA": {"use_rslora": True}}
 LOGITS = """
 import sys
 import numpy as np
@@ -128,7 +130,7 @@ def check(name: str, trainer: str, dtype: str) -> list[str]:
 class AdapterCheck:
     """Adapters of one golden model, in PEFT and in the trainer; shapes: B rows, T tokens, V vocabulary."""
 
-    def __init__(self, name: str, trainer: str, folder: Path, target_modules: str) -> None:
+    def __init__(self, name: str, trainer: str, folder: Path, target_modules: str, **method: Any) -> None:
         self.case = golden_files.load_model_case(name)
         self.trainer = trainer
         self.folder = folder
@@ -136,7 +138,7 @@ class AdapterCheck:
         keys = ("input_ids", "positions", "segment_ids")
         self.batch = {key: getattr(self.case, key) for key in keys}
         np.savez(folder / "batch.npz", **self.batch)
-        pet_config = ADAPTED | {"target_modules": target_modules, "lora_b_std": 0.1}
+        pet_config = ADAPTED | {"target_modules": target_modules, "lora_b_std": 0.1} | method
         self.settings: dict[str, Any] = {
             "pretrained_model_dir": str(self.source), "run_mode": "finetune", "context": {"device_target": "CPU"},
             "model": {"model_config": {"seq_length": 24, "pet_config": pet_config}},
@@ -228,9 +230,12 @@ def save_with_peft(checked: AdapterCheck, folder: Path, **settings: Any) -> Path
 def check_adapters(trainer: str) -> dict[str, list[str]]:
     """Returns the problems of each kind of adapters, saved by PEFT and trained here, and of those that are refused."""
     results = {}
-    for what, (name, settings, target_modules) in ADAPTERS.items():
+    cases = {what: (*case, {}) for what, case in ADAPTERS.items()}
+    name, settings, target_modules = ADAPTERS["list"]
+    cases |= {what: (name, settings | method, target_modules, method) for what, method in METHODS.items()}
+    for what, (name, settings, target_modules, method) in cases.items():
         with tempfile.TemporaryDirectory() as folder:
-            checked = AdapterCheck(name, trainer, Path(folder), target_modules)
+            checked = AdapterCheck(name, trainer, Path(folder), target_modules, **method)
             saved = save_with_peft(checked, Path(folder) / "peft", **settings)
             results[f"adapters of PEFT, {what}"] = checked.differences(saved)
             results[f"trained adapters, {what}"] = checked.differences(checked.train())

@@ -2,9 +2,9 @@
 """Makes tests/golden: inputs and outputs of tiny Hugging Face models and PyTorch optimizers.
 
 The tests compare the trainer with these files and need neither torch nor transformers; this script does, in an
-environment of its own:
+environment of its own (peft for the files adapter_*):
 
-    python -m venv torch-env && torch-env/bin/pip install torch transformers safetensors "numpy<2"
+    python -m venv torch-env && torch-env/bin/pip install torch transformers peft safetensors "numpy<2"
     torch-env/bin/python scripts/make_golden.py                # writes every file
     torch-env/bin/python scripts/make_golden.py --only qwen3   # writes that one
     torch-env/bin/python scripts/make_golden.py --check        # compares, writes nothing; exit code 1 on a difference
@@ -32,6 +32,9 @@ import numpy as np
 import safetensors
 import torch
 import transformers
+from golden_adapters import BASE as ADAPTED
+from golden_adapters import CASES as ADAPTER_CASES
+from golden_adapters import make_case as make_adapter_case
 from golden_families import FAMILY_CASES
 from golden_models import (
     BASE,
@@ -281,6 +284,9 @@ def make_file(name: str) -> bytes:
     """Makes the content of one golden file, without a date, so that making it again changes nothing."""
     if name.startswith("optimizer_"):
         tensors, metadata = make_optimizer_case(name.removeprefix("optimizer_"))
+    elif name.startswith("adapter_"):
+        case, base = name.removeprefix("adapter_"), CASES[ADAPTED]
+        tensors, metadata = make_adapter_case(case, build_model(base, ADAPTED, {}), make_batch(ADAPTED, base.packed))
     elif name.startswith("other_"):
         tensors, metadata = make_telechat_case(name.removeprefix("other_"))
     elif name.startswith("mtp_"):
@@ -307,7 +313,7 @@ def differences(content: bytes, path: Path) -> list[str]:
 
 def main() -> int:
     names = [*map(file_name, CASES), *(f"other_{name}" for name in TELECHAT_CASES),
-             *(f"optimizer_{name}" for name in OPTIMIZER_CASES)]
+             *(f"optimizer_{name}" for name in OPTIMIZER_CASES), *(f"adapter_{name}" for name in ADAPTER_CASES)]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="NAME", action="append",
                         help=f"make only this one (without the part before _): {', '.join(names)}")

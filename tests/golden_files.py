@@ -63,6 +63,28 @@ class OptimizerCase(NamedTuple):
     metadata: dict[str, Any]
 
 
+class AdapterCase(NamedTuple):
+    """Adapters of PEFT for a golden model, in float32."""
+
+    name: str
+    model: str
+    """The golden model, with whose batch the numbers below are computed."""
+    settings: dict[str, Any]
+    """Of PEFT's LoraConfig."""
+    adapter_config: dict[str, Any]
+    """The adapter_config.json that PEFT saves."""
+    adapters: dict[str, np.ndarray]
+    """The tensors that PEFT saves, by their names there."""
+    gradients: dict[str, np.ndarray]
+    """Of ``loss_sum / valid_tokens``, by the same names."""
+    merged: dict[str, np.ndarray]
+    """The adapted matrices after `merge_and_unload`, by the names of the model."""
+    logits: np.ndarray
+    """float32 [B, T, V], with the adapters."""
+    loss_sum: float
+    valid_tokens: int
+
+
 def golden_gradient(step: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the gradient that update ``step`` (from 0) sees for tensor number ``index``: float32, computed in
     float64.
@@ -90,6 +112,16 @@ def load_model_case(name: str) -> ModelCase:
         loss_sum=float(tensors["loss_sum"]), valid_tokens=int(tensors["valid_tokens"]),
         mtp_loss_sums=tensors["mtp_loss_sums"] if "mtp_loss_sums" in tensors else None,
         **{key: tensors[key] for key in ("input_ids", "labels", "positions", "segment_ids", "logits")},
+    )
+
+
+def load_adapter_case(name: str) -> AdapterCase:
+    metadata, tensors = _read(name)
+    return AdapterCase(
+        name=name, model=metadata["model"], settings=metadata["settings"], adapter_config=metadata["adapter_config"],
+        adapters=_group(tensors, "adapter."), gradients=_group(tensors, "gradient."),
+        merged=_group(tensors, "merged."), logits=tensors["logits"], loss_sum=float(tensors["loss_sum"]),
+        valid_tokens=int(tensors["valid_tokens"]),
     )
 
 

@@ -54,7 +54,7 @@ _ADAPTER = re.compile(r"model\.layers\.(\d+)\.(.+)\.lora_[AB]\.weight")
 Weights = dict[str, np.ndarray]
 # Keys of PEFT's adapter_config.json that change what adapters compute, and the values that are supported.
 _OURS = {
-    "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,
+    "peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False,
     "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None, "lora_bias": False,
     "use_qalora": False, "trainable_token_indices": None, "target_parameters": None,
 }  # fmt: skip
@@ -249,7 +249,11 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
         fix = "name a folder with adapter_model.safetensors and its adapter_config.json"
         raise problem(f"the folder of the adapters has no readable {CONFIG_FILE} ({error})", fix) from error
     others = description.model_extra or {}
-    theirs = {"lora_rank": description.r, "lora_alpha": description.lora_alpha}
+    theirs = {
+        "lora_rank": description.r,
+        "lora_alpha": description.lora_alpha,
+        "use_rslora": description.use_rslora,
+    }
     for name, value in _OURS.items():
         if name in others and others[name] != value and (others[name] or value):
             rule = f"{CONFIG_FILE} says {name} {reprlib.repr(others[name])}: such adapters are not supported"
@@ -257,8 +261,10 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     for name, value in theirs.items():
         ours = getattr(adapters, name)
         if value != ours:
-            rule = f"the adapters have {name} {value:g}, {SECTION} says {ours}"
-            raise problem(rule, f"set pet_config.{name} to {value:g}")
+            text = f"{value:g}"
+            if isinstance(value, bool):
+                text = str(value)
+            raise problem(f"the adapters have {name} {text}, {SECTION} says {ours}", f"set pet_config.{name} to {text}")
 
 
 def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
@@ -269,8 +275,12 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
     names = [name.split(".")[-1] for name in targets[0]]
     if len(set(targets)) > 1:  # layers differ: full names
         names = [layer_prefix(layer) + name for layer, of_layer in enumerate(targets) for name in of_layer]
+    methods = {}
+    if adapters.use_rslora:
+        methods["use_rslora"] = True
     return {
         **{name: _OURS[name] for name in _WRITTEN},
+        **methods,
         "peft_type": adapters.pet_type.upper(),
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
@@ -284,7 +294,7 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
 
 
 def merge_adapters(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
-    """Returns the decoder's parameters with the adapters merged in: W + alpha / rank * B A, summed in float64."""
+    """Returns the decoder's parameters with the adapters merged in: W + scale B A, summed in float64."""
     adapters = adapter_spec(settings)
     assert adapters is not None
     merged = {name: weights[name] for name in parameter_shapes(settings) if name in weights}

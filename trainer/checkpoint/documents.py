@@ -185,3 +185,4 @@ class AdapterDescription(LenientModel):
 
     r: int = Field(ge=1, le=2**31)
     lora_alpha: float = Field(gt=0)
+    use_rslora: bool = False

@@ -77,7 +77,7 @@ def _facts(plan: Plan, steps: int) -> Iterator[Fact]:
     adapter = adapter_spec(config.decoder)
     text = "none"
     if adapter is not None:
-        text = f"{len(adapters) // 2} matrices, rank {adapter.rank}, alpha {adapter.scale * adapter.rank:g}"
+        text = f"{len(adapters) // 2} matrices, rank {adapter.rank}, times {adapter.scale:g}"
     keys = tuple(f"{SECTION}.{key}" for key in ("target_modules", "match", "exclude_layers"))
     yield Fact("adapters", adapters, text, keys)
     text = recompute_text(plan.model.recomputed) or "none"

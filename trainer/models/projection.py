@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Projection(nn.Cell):
     """(x_NI, all weights of the block, in the order of `block_names`) -> y_NO, with an adapter where there is one:
 
-        y = x W^T (+ bias) + lora_alpha / lora_rank * dropout(x) A^T B^T    (Hu et al. 2021, equation 3)
+        y = x W^T (+ bias) + scale * dropout(x) A^T B^T    (Hu et al. 2021, equation 3)
 
     MindSpore differentiates it automatically: the kernel of the product has a hand-written gradient, the products with
     A and B are small, and the gradient of a frozen W is never computed.

@@ -162,8 +162,8 @@ def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
         return
     if adapters.lora_rank > _LORA_RANK:
         yield from change_key(config, f"{key}.lora_rank", _LORA_RANK, "small enough for this machine")
-        scaled = adapters.scale * _LORA_RANK
-        yield from change_key(config, f"{key}.lora_alpha", scaled, "the same lora_alpha / lora_rank")
+        scaled = adapters.scale * adapters.divisor(_LORA_RANK)
+        yield from change_key(config, f"{key}.lora_alpha", scaled, "the same factor on the adapters")
     targets = _targets(config.decoder, [*kept, *model_spec(config.decoder).module_layers])
     small = config.decoder.model_copy(update={"num_layers": len(kept)})
     if targets == _targets(small, range(len(targets))):

@@ -238,6 +238,9 @@ def test_frozen_weights_and_adapters_of_layers_go_with_them():
     pet = config.decoder.pet_config
     assert [layer_targets(config.decoder, layer) for layer in range(3)] == [(), (), ("self_attn.q_proj",)]
     assert (pet.lora_rank, pet.scale) == (4, 2.0)
+    root = adapters.replace("lora_alpha: 32", "lora_alpha: 32, use_rslora: True")
+    pet = small(f"model: {{model_config: {{{sizes}, {root}}}}}\n")[0].decoder.pet_config
+    assert (pet.lora_rank, pet.lora_alpha, pet.scale) == (4, 16.0, 8.0)
     plain = small(f"model: {{model_config: {{{sizes}, pet_config: {{target_modules: '.*wq|.*wv'}}}}}}\n")[1]
     assert "model.model_config.pet_config.target_modules" not in plain
 

@@ -162,7 +162,10 @@ def adapters_text(decoder: ModelConfig) -> str:
     for matrix, deviation in (("A", settings.lora_a_std), ("B", settings.lora_b_std)):
         if deviation:
             options += f", {matrix} starts with standard deviation {deviation:g}"
-    return f"rank {adapter.rank}, times {adapter.scale:g}{options}, on{text}"
+    method = ""
+    if settings.use_rslora:
+        method = " (rsLoRA)"
+    return f"rank {adapter.rank}, times {adapter.scale:g}{method}{options}, on{text}"
 
 
 def _target_notes(config: Config, adapters: PetConfig) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Adapters: YAML ``model_config.pet_config``."""
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, TypeAlias
@@ -27,6 +28,7 @@ class PetConfig(Section):
     pet_type: Literal["lora"] = setting("lora", "Kind of adapter.")
     lora_rank: int = setting(8, "LoRA rank: rows of A and columns of B.", ge=1, le=WIDTH)
     lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
+    use_rslora: bool = setting(False, "Scale adapters by lora_alpha / sqrt(lora_rank): rsLoRA (Kalajdzievski 2023).")
     lora_dropout: float = setting(0.0, "Dropout on the input of an adapter.", ge=0, lt=1)
     lora_a_std: float | None = setting(
         None, "Standard deviation of the normal values that A starts with. Default null: uniform values in +-1 /"
@@ -50,7 +52,13 @@ class PetConfig(Section):
     @property
     def scale(self) -> float:
         """Returns the factor on an adapter's output."""
-        return self.lora_alpha / self.lora_rank
+        return self.lora_alpha / self.divisor(self.lora_rank)
+
+    def divisor(self, rank: int) -> float:
+        """Returns the number that alpha is divided by: the rank, or with rsLoRA its square root."""
+        if self.use_rslora:
+            return math.sqrt(rank)
+        return rank
 
     @property
     def excluding(self) -> tuple[str, ...]:

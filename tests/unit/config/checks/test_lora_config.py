@@ -367,6 +367,8 @@ def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:
     assert "on q_proj; down_proj of layer 1\n" in plan_text(some)
     starts = "rank 8, times 2, A starts with standard deviation 0.02, B starts with standard deviation 0.01, on"
     assert starts in plan_text(some) and "starts with" not in text
+    root = plan_text(build_plan(config_of(lora_rank=4, lora_alpha=6, use_rslora=True)))
+    assert re.search(r"adapters +rank 4, times 3 \(rsLoRA\), on q_proj", root)
     sizes, before = plan.memory_bytes, plain.memory_bytes
     assert sizes["gradients"] == 4 * adapters and sizes["optimizer state"] == 8 * adapters
     assert sizes["weights"] == before["weights"] + 4 * adapters

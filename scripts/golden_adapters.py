@@ -1,0 +1,81 @@
+"""The golden files of tests/parity/test_adapter_methods.py: PEFT's adapters on a golden model, and merged matrices.
+
+Part of make_golden.py; needs peft as well. A file has the folder that PEFT saves (`adapter.` and the config), the
+logits and gradients with the adapters (`gradient.`), and the merged matrices (`merged.`).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from golden_models import IGNORE_INDEX, REQUIRED_EFFECT, forward, loss_sum, make_weight
+from safetensors.numpy import load_file
+
+BASE = "qwen3"
+"""The golden model whose matrices are adapted."""
+RANK = 3
+ALPHA = 7.5
+
+
+class AdapterCase(NamedTuple):
+    """Settings of PEFT's LoraConfig, beside rank, alpha and target_modules."""
+
+    what: str
+    settings: dict[str, Any]
+
+
+CASES = {
+    "rslora": AdapterCase("rsLoRA: alpha over the root of the rank", {"use_rslora": True}),
+}
+
+
+def make_case(
+    name: str, model: torch.nn.Module, batch: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Adapts the model with adapters from a seed; returns the tensors and metadata of a file."""
+    import peft
+
+    case = CASES[name]
+    plain = forward(model, batch).detach().numpy()
+    settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]} | case.settings
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    trained = {key: weight for key, weight in adapted.named_parameters() if weight.requires_grad}
+    with torch.no_grad():
+        for key, weight in trained.items():
+            weight += torch.from_numpy(make_weight(f"{name}/{key}", tuple(weight.shape)))
+    logits = forward(adapted, batch)
+    moved = float(np.abs(logits.detach().numpy() - plain).max())
+    if moved < REQUIRED_EFFECT:
+        raise SystemExit(f"{name}: the adapters move the logits by {moved:.2g} only")
+    total = loss_sum(logits, batch["labels"])
+    valid_tokens = int((batch["labels"] != IGNORE_INDEX).sum())
+    (total / valid_tokens).backward()
+    tensors = {"logits": logits.detach().numpy(), "loss_sum": total.detach().numpy().reshape(())}
+    tensors["valid_tokens"] = np.array(valid_tokens, dtype=np.int64)
+    tensors |= {f"gradient.{_saved_name(key)}": weight.grad.numpy() for key, weight in trained.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        adapted.save_pretrained(folder)
+        config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+        config["target_modules"] = sorted(config["target_modules"])  # PEFT writes a set
+        tensors |= {f"adapter.{key}": value for key, value in load_file(f"{folder}/adapter_model.safetensors").items()}
+    before = {key: weight.detach().numpy().copy() for key, weight in adapted.named_parameters()}
+    matrices = {key.split(".base_layer")[0] for key in before if ".base_layer." in key}
+    merged = dict(adapted.merge_and_unload().named_parameters())
+    for key in sorted(matrices):
+        matrix = f"{key.removeprefix('base_model.model.')}.weight"
+        tensors[f"merged.{matrix}"] = merged[matrix].detach().numpy()
+    metadata = {"what": case.what, "model": f"model_{BASE}", "adapter_config": config, "settings": settings,
+                "effect_on_logits": float(f"{moved:.2g}"), "peft": peft.__version__}
+    return tensors, metadata
+
+
+def _saved_name(name: str) -> str:
+    """Returns the name of a parameter in the file that PEFT saves."""
+    if ".lora_magnitude_vector." in name:
+        name = name.removesuffix(".weight")
+    return name.replace(".default", "")
