@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +72,50 @@ def make_case(
         tensors[f"merged.{matrix}"] = merged[matrix].detach().numpy()
     metadata = {"what": case.what, "model": f"model_{BASE}", "adapter_config": config, "settings": settings,
                 "effect_on_logits": float(f"{moved:.2g}"), "peft": peft.__version__}
+    return tensors, metadata
+
+
+LORAPLUS_RATIO, LORAPLUS_STEPS = 16.0, 100
+LORAPLUS_SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8, "fused": False, "foreach": False}
+
+
+def make_loraplus_case(golden_gradient: Callable[..., np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Returns a file of an optimizer: AdamW with the groups of PEFT's `create_loraplus_optimizer`, without warm-up."""
+    import peft
+    from peft.optimizers import create_loraplus_optimizer
+
+    recorded = (1, 10, 100)
+    decay, peak = 0.1, 0.001
+    base = torch.nn.ModuleDict({"proj": torch.nn.Linear(5, 6)})
+    model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, target_modules=["proj"]))
+    parameters = {_saved_name(key).removeprefix("base_model.model."): weight
+                  for key, weight in model.named_parameters() if weight.requires_grad}
+    tensors: dict[str, np.ndarray] = {}
+    with torch.no_grad():
+        for key, weight in parameters.items():
+            weight.copy_(torch.from_numpy(make_weight(f"loraplus/{key}", tuple(weight.shape))))
+            tensors[f"initial.{key}"] = weight.numpy().copy()
+    optimizer = create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=peak, loraplus_lr_ratio=LORAPLUS_RATIO, loraplus_weight_decay=decay,
+        **LORAPLUS_SETTINGS,
+    )
+    ratios = [group["lr"] / peak for group in optimizer.param_groups]
+    tensors["learning_rates"] = 0.5 * peak * (1 + np.cos(np.pi * np.arange(LORAPLUS_STEPS) / LORAPLUS_STEPS))
+    for step, learning_rate in enumerate(tensors["learning_rates"]):
+        for index, weight in enumerate(parameters.values()):
+            weight.grad = torch.from_numpy(golden_gradient(step, index, tuple(weight.shape)))
+        for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+            group["lr"] = float(learning_rate) * ratio
+        optimizer.step()
+        if step + 1 in recorded:
+            tensors |= {f"after_{step + 1}.{key}": one.detach().numpy().copy() for key, one in parameters.items()}
+    state_keys = ["exp_avg", "exp_avg_sq"]
+    for key, weight in parameters.items():
+        tensors |= {f"state.{kind}.{key}": optimizer.state[weight][kind].numpy().copy() for kind in state_keys}
+    settings = {"optimizer": "AdamW", **LORAPLUS_SETTINGS, "weight_decay": dict.fromkeys(parameters, decay)}
+    metadata = {"what": "PEFT's LoRA+ with PyTorch's AdamW in float32", "names": list(parameters),
+                "settings": settings | {"loraplus_lr_ratio": LORAPLUS_RATIO}, "recorded_steps": list(recorded),
+                "state_keys": state_keys, "peft": peft.__version__}
     return tensors, metadata
 
 

@@ -35,6 +35,7 @@ import transformers
 from golden_adapters import BASE as ADAPTED
 from golden_adapters import CASES as ADAPTER_CASES
 from golden_adapters import make_case as make_adapter_case
+from golden_adapters import make_loraplus_case
 from golden_families import FAMILY_CASES
 from golden_models import (
     BASE,
@@ -283,7 +284,11 @@ def make_optimizer_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any
 def make_file(name: str) -> bytes:
     """Makes the content of one golden file, without a date, so that making it again changes nothing."""
     if name.startswith("optimizer_"):
-        tensors, metadata = make_optimizer_case(name.removeprefix("optimizer_"))
+        case = name.removeprefix("optimizer_")
+        if case == "loraplus":
+            tensors, metadata = make_loraplus_case(golden_files.golden_gradient)
+        else:
+            tensors, metadata = make_optimizer_case(case)
     elif name.startswith("adapter_"):
         case, base = name.removeprefix("adapter_"), CASES[ADAPTED]
         tensors, metadata = make_adapter_case(case, build_model(base, ADAPTED, {}), make_batch(ADAPTED, base.packed))
@@ -313,7 +318,8 @@ def differences(content: bytes, path: Path) -> list[str]:
 
 def main() -> int:
     names = [*map(file_name, CASES), *(f"other_{name}" for name in TELECHAT_CASES),
-             *(f"optimizer_{name}" for name in OPTIMIZER_CASES), *(f"adapter_{name}" for name in ADAPTER_CASES)]
+             *(f"optimizer_{name}" for name in OPTIMIZER_CASES), "optimizer_loraplus",
+             *(f"adapter_{name}" for name in ADAPTER_CASES)]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="NAME", action="append",
                         help=f"make only this one (without the part before _): {', '.join(names)}")

@@ -49,7 +49,7 @@ CHANGES = {
     "train_dataset.data_loader.type": "JsonlDataset",
     "runner_config": {"batch_size": 4, "epochs": 8, "gradient_accumulation_steps": 2, "stop_step": 2 * HALF},
     "runner_wrapper": {"use_clip_grad": True},
-    "optimizer": {"type": "AdamW", "weight_decay": 0.01},
+    "optimizer": {"type": "AdamW", "weight_decay": 0.01, "loraplus_lr_ratio": 4},
     "lr_schedule": {"type": "ConstantWarmUpLR", "learning_rate": 0.02, "warmup_steps": 2},
     "do_eval": True,
     "eval_step_interval": -1,

@@ -24,6 +24,7 @@ LIMIT = rounding_limit(100, 10)
 SETTINGS = {
     "optimizer_adamw": ("type", "betas", "eps"),
     "optimizer_sgd": ("type", "momentum"),
+    "optimizer_loraplus": ("type", "betas", "eps", "loraplus_lr_ratio"),
 }
 EACH = pytest.mark.parametrize("name", SETTINGS)
 
@@ -80,9 +81,10 @@ def test_weights_and_state_equal_pytorchs(name: str) -> None:
             assert distance(state[f"{kind}.{key}"], right) < LIMIT, (kind, key)
 
 
-def test_the_operator_of_an_ascend_equals_pytorchs_too() -> None:
+@pytest.mark.parametrize("name", ["optimizer_adamw", "optimizer_loraplus"])
+def test_the_operator_of_an_ascend_equals_pytorchs_too(name: str) -> None:
     """With the operator as CANN documents it."""
-    case = load_optimizer_case("optimizer_adamw")
+    case = load_optimizer_case(name)
     host = build(case)
     groups = parameter_groups({key: value.shape for key, value in case.initial.items()}, settings_of(case))
     parameters = {key: Parameter(Tensor(case.initial[key]), name=key) for key in case.names}
@@ -165,7 +167,8 @@ def test_decay_shrinks_matrices_and_nothing_else(name: str) -> None:
     for key, before in case.initial.items():
         after = optimizer.parameters[key].asnumpy()
         if before.ndim > 1:
-            np.testing.assert_allclose(after, before * (1 - rate * decay), rtol=rounding_limit(4))
+            keep = 1 - rate * optimizer.lr_ratio[key] * decay
+            np.testing.assert_allclose(after, before * keep, rtol=rounding_limit(4))
         else:
             np.testing.assert_array_equal(after, before)
 

@@ -61,7 +61,9 @@ class AdamW(Optimizer):
         first = self.state["exp_avg"]
         second = self.state["exp_avg_sq"]
         for name, parameter, gradient in self.scaled_gradients(gradients, scale):
-            yield AdamWItem(parameter, first[name], second[name], gradient, self.decay[name])
+            yield AdamWItem(
+                parameter, first[name], second[name], gradient, self.decay[name], lr_ratio=self.lr_ratio[name]
+            )
 
     def _arrays(self, gradients: Sequence[Tensor], scale: float | Sequence[float]) -> Iterator[AdamWItem]:
         """Yields NumPy views of MindSpore's memory (on a CPU): writing to one writes to the parameter."""
@@ -75,4 +77,4 @@ class AdamW(Optimizer):
                     gradient = gradient[local_range]
                 weight = weight[local_range]
             first, second = (self.state[kind][name].reshape(-1) for kind in ("exp_avg", "exp_avg_sq"))
-            yield AdamWItem(weight, first, second, gradient, self.decay[name], factor)
+            yield AdamWItem(weight, first, second, gradient, self.decay[name], factor, self.lr_ratio[name])

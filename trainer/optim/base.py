@@ -50,6 +50,7 @@ class Optimizer(ABC):
         # For updates by operators: copies of these ranges, made when needed.
         self.local_copies: dict[str, Parameter] = {}
         self.decay = {name: group.weight_decay for group in groups for name in group.parameters}
+        self.lr_ratio = {name: group.lr_ratio for group in groups for name in group.parameters}
         self.group_of = {name: group.name for group in groups for name in group.parameters}
         self.updates = 0
         self.state: dict[str, dict[str, Any]] = {  # Parameter or, if the kernel takes them, np.ndarray
@@ -73,7 +74,7 @@ class Optimizer(ABC):
 
         Args:
             gradients: One for each parameter, in order; they are not changed.
-            lr: The learning rate.
+            lr: The learning rate of parameter groups without a ratio.
             scale: The factor on all gradients (from clipping and loss scaling), or one for each; 1.0 costs nothing.
         """
 

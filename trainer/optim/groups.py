@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from trainer.config.schema.optimizer import OptimizerConfig
-from trainer.models.spec.names import megatron_names
+from trainer.models.spec.names import is_adapter_output, megatron_names
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with the same weight decay and optimizer."""
+    """Parameters with the same weight decay, learning rate and optimizer."""
 
     name: str
     weight_decay: float
     parameters: tuple[str, ...]
     optimizer: str = "AdamW"
+    lr_ratio: float = 1.0
+    """Factor on the learning rate."""
 
 
 STATE_NAMES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",), "Muon": ("momentum_buffer",)}
@@ -34,7 +37,8 @@ def parameter_groups(shapes: Mapping[str, tuple[int, ...]], settings: OptimizerC
 
     A bias has one axis, or two if the biases of experts are stacked. Muon leaves norms, biases and `adamw_include` to
     AdamW: each row of embedding and head is the vector of a token, which needs no orthogonalised update.
-    `weight_decay_include` and `weight_decay_exclude` move parameters into additional groups.
+    `weight_decay_include` and `weight_decay_exclude` move parameters into additional groups, as does LoRA+ with the
+    parameters of an adapter that make its output.
 
     Args:
         shapes: The trainable parameters, by name.
@@ -62,17 +66,26 @@ def parameter_groups(shapes: Mapping[str, tuple[int, ...]], settings: OptimizerC
     included = matching_parameters(shapes, settings.weight_decay_include)
     excluded = matching_parameters(shapes, settings.weight_decay_exclude) - included
     groups = [part for group in decayed for part in _divide(group, excluded, "without", 0.0)]
-    return (*groups, *_divide(vectors, included, "with", decay))
+    groups += _divide(vectors, included, "with", decay)
+    ratio = settings.loraplus_lr_ratio
+    if ratio == 1:
+        return tuple(groups)
+    faster = {name for name in shapes if is_adapter_output(name)}
+    return tuple(part for group in groups for part in _move(group, faster, "LoRA+", lr_ratio=ratio))
 
 
 def _divide(group: ParameterGroup, moved: Set[str], word: str, weight_decay: float) -> list[ParameterGroup]:
     """Returns the group without its moved parameters, then these with another weight decay if there are any."""
+    return _move(group, moved, f"{word} weight decay", weight_decay=weight_decay)
+
+
+def _move(group: ParameterGroup, moved: Set[str], what: str, **changes: Any) -> list[ParameterGroup]:
+    """Returns the group without its moved parameters, then these in a changed group if there are any."""
     remaining = tuple(name for name in group.parameters if name not in moved)
     taken = tuple(name for name in group.parameters if name in moved)
     groups = [replace(group, parameters=remaining)]
     if taken:
-        name = f"{group.name}, {word} weight decay"
-        groups.append(replace(group, name=name, weight_decay=weight_decay, parameters=taken))
+        groups.append(replace(group, name=f"{group.name}, {what}", parameters=taken, **changes))
     return groups
 
 

@@ -75,7 +75,7 @@ class Muon(Optimizer):
         others = list(self.adamw.parameters)
         self.adamw.update([gradient_of[name] for name in others], lr, [scale_of[name] for name in others])
         for name, matrix in self.matrices.items():
-            self.update_matrix(name, matrix, gradient_of[name], scale_of[name], lr)
+            self.update_matrix(name, matrix, gradient_of[name], scale_of[name], lr * self.lr_ratio[name])
 
     def update_matrix(self, name: str, matrix: Parameter, gradient: Tensor, scale: float, lr: float) -> None:
         """Updates one matrix, or the matrices of a layer's experts [E, rows, columns], in place."""

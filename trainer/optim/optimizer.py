@@ -37,7 +37,8 @@ class SGD(Optimizer):
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
         for name, parameter, gradient in self.scaled_gradients(gradients, scale):
-            self.apply(parameter, self.state["momentum_buffer"][name], gradient, lr, self.decay[name])
+            rate = lr * self.lr_ratio[name]
+            self.apply(parameter, self.state["momentum_buffer"][name], gradient, rate, self.decay[name])
         self.all_gather()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,9 @@ _OPTIMIZER_KEYS = {
         "momentum", "nesterov", "ns_steps", "matched_adamw_rms", "qk_clip_enabled", "betas", "eps", "weight_decay",
     ),
 }
-_SHOWN_IF_SET = ("ns_coefficients", "ns_eps", "adamw_include", "weight_decay_include", "weight_decay_exclude")
+_SHOWN_IF_SET = (
+    "ns_coefficients", "ns_eps", "adamw_include", "weight_decay_include", "weight_decay_exclude", "loraplus_lr_ratio",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class ParameterGroupPlan:
     weight_decay: float
     tensors: int
     weights: int
+    lr_ratio: float = 1.0
 
 
 NO_WEIGHTS = ParameterGroupPlan("frozen", 0.0, 0, 0)
@@ -277,7 +280,10 @@ def _model_plan(config: Config, world: World, device: str) -> ModelPlan:
         weights=sum(math.prod(shape) for shape in shapes.values()),
         active_weights=sum(map(math.prod, every.values())) - inactive,
         frozen=_group("frozen", 0.0, {n: s for n, s in every.items() if n not in shapes and not is_buffer(n)}),
-        groups=tuple(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}) for g in groups),
+        groups=tuple(
+            replace(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}), lr_ratio=g.lr_ratio)
+            for g in groups
+        ),
         kernels=kernels,
         dtypes=part_dtypes(settings, precision, kernels),
         experts=experts_plan(config),

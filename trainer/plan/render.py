@@ -466,10 +466,15 @@ def _details(plan: Plan) -> list[Section]:
         kernels = [(c.kernel, c.asked, c.chosen, c.why) for c in plan.model.kernels]
         sections.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
     if plan.model.groups:
-        groups = [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.model.groups]
+        head = ["group", "weight decay", "tensors", "weights"]
+        groups = [[g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}"] for g in plan.model.groups]
         if plan.model.frozen.tensors:
-            groups.append(("frozen", "-", str(plan.model.frozen.tensors), f"{plan.model.frozen.weights:,}"))
-        sections.append(("parameters", [("group", "weight decay", "tensors", "weights"), *groups]))
+            groups.append(["frozen", "-", str(plan.model.frozen.tensors), f"{plan.model.frozen.weights:,}"])
+        if any(group.lr_ratio != 1 for group in plan.model.groups):
+            head.append("learning rate")
+            for row, group in zip(groups, (*plan.model.groups, plan.model.frozen), strict=False):
+                row.append(f"times {group.lr_ratio:g}")
+        sections.append(("parameters", [tuple(head), *map(tuple, groups)]))
     dtypes = [(part, *dtype) for part, dtype in plan.model.dtypes.items()]
     sections.append(("dtypes", [("part", "dtype", "why"), *dtypes]))
     if plan.steps.learning_rates:

@@ -11,7 +11,7 @@ from tolerances import FLOAT64
 
 from trainer.config import parse_config
 from trainer.models.spec.names import is_buffer, megatron_names
-from trainer.models.spec.shapes import parameter_shapes
+from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 from trainer.optim.groups import parameter_groups, unmatched_decay_rules
 from trainer.step.clip import NormGroups, clip, clip_coefficient, norm_groups
 
@@ -55,6 +55,19 @@ def test_muon_updates_the_matrices_of_experts_too() -> None:
     muon, others, _ = parameter_groups(shapes, optimizer_of(type="Muon"))
     assert "model.layers.0.mlp.experts.up_proj.weight" in muon.parameters
     assert set(others.parameters) == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Muon"])
+def test_loraplus_moves_the_matrices_b_into_groups_of_their_own(kind: str) -> None:
+    """Checks ratio and weight decay of each, and that a ratio of 1 changes nothing."""
+    pet = {"pet_config": {"target_modules": "q_proj|down_proj"}}
+    shapes = adapter_shapes(parse_config("groups", json.dumps({"model": {"model_config": SIZES | pet}})).decoder)
+    plain = parameter_groups(shapes, optimizer_of(type=kind))
+    assert parameter_groups(shapes, optimizer_of(type=kind, loraplus_lr_ratio=1.0)) == plain
+    groups = parameter_groups(shapes, optimizer_of(type=kind, lora_plus_lr_ratio=16))
+    assert groups[1].name == f"{groups[0].name}, LoRA+" and groups[1].optimizer == groups[0].optimizer == kind
+    ratios = {name: (group.lr_ratio, group.weight_decay) for group in groups for name in group.parameters}
+    assert ratios == {name: (16.0 if "lora_B" in name else 1.0, 0.1) for name in shapes}
 
 
 @pytest.mark.parametrize(

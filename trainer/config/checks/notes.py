@@ -108,6 +108,7 @@ _UNUSED = (
             lambda c: c.optimizer.type == "AdamW", "optimizer.type is AdamW"),
     _Unused("optimizer", "qk_clip_threshold", lambda c: c.optimizer.type != "Muon" or not c.optimizer.qk_clip_enabled,
             "only Muon with qk_clip_enabled uses it"),
+    _Unused("optimizer", "loraplus_lr_ratio", lambda c: not c.has_adapters, "there are no adapters"),
     _Unused("optimizer", "ns_steps",
             lambda c: c.optimizer.type == "Muon" and len(c.optimizer.newton_schulz) != c.optimizer.ns_steps,
             "ns_coefficients has the steps"),

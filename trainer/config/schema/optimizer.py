@@ -77,6 +77,10 @@ class OptimizerConfig(Section):
         None, "Peak learning rate; must agree with lr_schedule's when both are given. Default null: lr_schedule's.",
         ge=0)
 
+    loraplus_lr_ratio: float = setting(
+        1.0, "LoRA+ (Hayou et al. 2024): learning rate of the matrices B of adapters over that of A. Default 1: the"
+        " same.", gt=0, aliases="lora_plus_lr_ratio")
+
     @property
     def newton_schulz(self) -> list[list[float]]:
         """Returns the coefficients a, b, c of each Newton-Schulz step."""

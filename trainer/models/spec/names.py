@@ -72,6 +72,11 @@ def adapter_names(projection: str) -> tuple[str, str]:
     return f"{projection}.lora_A.weight", f"{projection}.lora_B.weight"
 
 
+def is_adapter_output(name: str) -> bool:
+    """Returns whether a parameter is the matrix B of an adapter."""
+    return name.endswith(".lora_B.weight")
+
+
 def mask_name(projection: str) -> str:
     """Returns the name of the dropout mask of a projection's adapter."""
     return f"{projection}.lora_dropout"

@@ -35,12 +35,12 @@ class FusedAdamW:
     def __call__(self, items: Iterable[tuple], lr: float, updates: int) -> None:
         """Updates each `AdamWItem` of `trainer.ops.updates`. `updates` is the number of updates, including this one."""
         step = Tensor(updates - 1, mstype.float32)
-        for parameter, first, second, gradient, decay, _ in items:
+        for parameter, first, second, gradient, decay, _, lr_ratio in items:
             # Gradients may be in half precision. They are cast one by one, to avoid a second set in float32.
             if gradient.dtype != mstype.float32:
                 gradient = gradient.astype(mstype.float32)
             # AMSGrad is off: the second moment stands in for its maximum.
-            self.update(parameter, first, second, second, gradient, step, lr, *self.betas, decay, self.eps)
+            self.update(parameter, first, second, second, gradient, step, lr * lr_ratio, *self.betas, decay, self.eps)
 
 
 def momentum_update(

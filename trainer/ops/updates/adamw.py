@@ -34,6 +34,7 @@ class AdamWItem(NamedTuple):
     gradient: np.ndarray | Tensor
     decay: float
     scale: float = 1.0  # factor on the gradient
+    lr_ratio: float = 1.0  # factor on the learning rate
 
 
 def load_adamw(betas: tuple[float, float], eps: float, device: str | None = None) -> HostAdamW | FusedAdamW:
@@ -70,8 +71,9 @@ class HostAdamW:
         def run(block: tuple[AdamWItem, int], thread: int) -> None:
             """Updates one block of a parameter."""
             item, start = block
-            keep = 1 - lr * item.decay
-            _update_block(item, slice(start, start + _BLOCK), self.scratch[thread], rate, eps, self.betas, keep)
+            keep = 1 - lr * item.lr_ratio * item.decay
+            item_rate = rate * item.lr_ratio
+            _update_block(item, slice(start, start + _BLOCK), self.scratch[thread], item_rate, eps, self.betas, keep)
 
         self.threads.run(((item, start) for item in items for start in range(0, item.weight.size, _BLOCK)), run)
 

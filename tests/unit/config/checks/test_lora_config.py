@@ -369,6 +369,13 @@ def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:
     assert starts in plan_text(some) and "starts with" not in text
     root = plan_text(build_plan(config_of(lora_rank=4, lora_alpha=6, use_rslora=True)))
     assert re.search(r"adapters +rank 4, times 3 \(rsLoRA\), on q_proj", root)
+    plus = build_plan(load(with_adapters(), "optimizer.loraplus_lr_ratio=16"))
+    assert "loraplus_lr_ratio 16" in plan_text(plus) and "loraplus" not in text
+    row = rf"matrices, LoRA\+ +0 +8 +{adapters // 2:,} +times 16\n"
+    assert re.search(row, plan_text(plus)) and "times 1\n" in plan_text(plus)
+    assert not any("loraplus" in note for note in plus.notes)
+    unused = build_plan(load(BASE, "optimizer.loraplus_lr_ratio=16")).notes
+    assert any("loraplus_lr_ratio" in note and "no adapters" in note for note in unused)
     sizes, before = plan.memory_bytes, plain.memory_bytes
     assert sizes["gradients"] == 4 * adapters and sizes["optimizer state"] == 8 * adapters
     assert sizes["weights"] == before["weights"] + 4 * adapters
