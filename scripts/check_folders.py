@@ -53,6 +53,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str]] = {
 REFUSED = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}, "use_dora": True}
 # Settings of PEFT that pet_config has under the same names.
 METHODS: dict[str, dict[str, Any]] = {"rsLoRA": {"use_rslora": True}}
+# Of the trainer alone: PEFT reads plain LoRA of another rank.
+CONVERTED: dict[str, dict[str, Any]] = {
+    "PiSSA": {"init_lora_weights": "pissa"}, "OLoRA": {"init_lora_weights": "olora"},
+}  # fmt: skip
 LOGITS = """
 import sys
 import numpy as np
@@ -139,11 +143,14 @@ class AdapterCheck:
         self.batch = {key: getattr(self.case, key) for key in keys}
         np.savez(folder / "batch.npz", **self.batch)
         pet_config = ADAPTED | {"target_modules": target_modules, "lora_b_std": 0.1} | method
+        if "init_lora_weights" in method:
+            del pet_config["lora_b_std"]
         self.settings: dict[str, Any] = {
             "pretrained_model_dir": str(self.source), "run_mode": "finetune", "context": {"device_target": "CPU"},
             "model": {"model_config": {"seq_length": 24, "pet_config": pet_config}},
             "train_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 8}},
             "runner_config": {"batch_size": 4, "epochs": 1},
+            "lr_schedule": {"type": "ConstantWarmUpLR", "learning_rate": 0.05},
         }  # fmt: skip
 
     def base(self) -> torch.nn.Module:
@@ -238,6 +245,10 @@ def check_adapters(trainer: str) -> dict[str, list[str]]:
             checked = AdapterCheck(name, trainer, Path(folder), target_modules, **method)
             saved = save_with_peft(checked, Path(folder) / "peft", **settings)
             results[f"adapters of PEFT, {what}"] = checked.differences(saved)
+            results[f"trained adapters, {what}"] = checked.differences(checked.train())
+    for what, method in CONVERTED.items():
+        with tempfile.TemporaryDirectory() as folder:
+            checked = AdapterCheck(name, trainer, Path(folder), ADAPTERS["list"][2], **method)
             results[f"trained adapters, {what}"] = checked.differences(checked.train())
     with tempfile.TemporaryDirectory() as folder:
         checked = AdapterCheck("model_qwen3", trainer, Path(folder), "q_proj|v_proj")

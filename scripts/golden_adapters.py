@@ -32,6 +32,8 @@ class AdapterCase(NamedTuple):
 
 CASES = {
     "rslora": AdapterCase("rsLoRA: alpha over the root of the rank", {"use_rslora": True}),
+    "pissa": AdapterCase("PiSSA, converted to plain LoRA", {"init_lora_weights": "pissa", "use_rslora": True}),
+    "olora": AdapterCase("OLoRA, converted to plain LoRA", {"init_lora_weights": "olora"}),
 }
 
 
@@ -44,8 +46,17 @@ def make_case(
     case = CASES[name]
     plain = forward(model, batch).detach().numpy()
     settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]} | case.settings
+    torch.manual_seed(1)  # for the A that PEFT draws
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
     trained = {key: weight for key, weight in adapted.named_parameters() if weight.requires_grad}
+    starts = {key: weight.detach().numpy().copy() for key, weight in trained.items()}
+    converts = isinstance(settings.get("init_lora_weights"), str)
+    folders = tempfile.TemporaryDirectory()
+    conversion = None
+    if converts:
+        conversion = str(Path(folders.name) / "initial")
+        adapted.peft_config["default"].init_lora_weights = True  # else PEFT would take the initial values out again
+        adapted.save_pretrained(conversion)
     with torch.no_grad():
         for key, weight in trained.items():
             weight += torch.from_numpy(make_weight(f"{name}/{key}", tuple(weight.shape)))
@@ -59,8 +70,8 @@ def make_case(
     tensors = {"logits": logits.detach().numpy(), "loss_sum": total.detach().numpy().reshape(())}
     tensors["valid_tokens"] = np.array(valid_tokens, dtype=np.int64)
     tensors |= {f"gradient.{_saved_name(key)}": weight.grad.numpy() for key, weight in trained.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        adapted.save_pretrained(folder)
+    with folders as folder:
+        adapted.save_pretrained(folder, path_initial_model_for_weight_conversion=conversion)
         config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
         config["target_modules"] = sorted(config["target_modules"])  # PEFT writes a set
         tensors |= {f"adapter.{key}": value for key, value in load_file(f"{folder}/adapter_model.safetensors").items()}
@@ -70,6 +81,8 @@ def make_case(
     for key in sorted(matrices):
         matrix = f"{key.removeprefix('base_model.model.')}.weight"
         tensors[f"merged.{matrix}"] = merged[matrix].detach().numpy()
+    if converts:
+        tensors |= {f"start.{_saved_name(key)}": start for key, start in starts.items()}
     metadata = {"what": case.what, "model": f"model_{BASE}", "adapter_config": config, "settings": settings,
                 "effect_on_logits": float(f"{moved:.2g}"), "peft": peft.__version__}
     return tensors, metadata

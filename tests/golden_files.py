@@ -83,6 +83,8 @@ class AdapterCase(NamedTuple):
     """float32 [B, T, V], with the adapters."""
     loss_sum: float
     valid_tokens: int
+    start: dict[str, np.ndarray]
+    """A and B before the training, where PEFT took them from the base model's weights."""
 
 
 def golden_gradient(step: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -121,7 +123,7 @@ def load_adapter_case(name: str) -> AdapterCase:
         name=name, model=metadata["model"], settings=metadata["settings"], adapter_config=metadata["adapter_config"],
         adapters=_group(tensors, "adapter."), gradients=_group(tensors, "gradient."),
         merged=_group(tensors, "merged."), logits=tensors["logits"], loss_sum=float(tensors["loss_sum"]),
-        valid_tokens=int(tensors["valid_tokens"]),
+        valid_tokens=int(tensors["valid_tokens"]), start=_group(tensors, "start."),
     )
 
 

@@ -151,6 +151,36 @@ def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole:
     assert figures(other) == figures(whole)[HALF : HALF + 1]
 
 
+@pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora"])
+def test_adapters_from_the_base_weights_resume_and_are_saved_for_the_original_ones(
+    home: Path, path: Path, base: Path, method: str
+) -> None:
+    """The folder that is saved works with the base model, as plain LoRA of twice the rank, which PEFT reads."""
+    key = "model__model_config__pet_config__"
+    limit = decoder_limits(config_of(path).decoder, rows=4).loss
+    changed = {f"{key}init_lora_weights": method, f"{key}lora_dropout": 0}
+    flags = changed | {"runner_config__stop_step": HALF}
+    whole = train(path, output_dir=home / method, **flags)
+    usual = train(path, output_dir=home / f"{method}_usual", **{f"{key}lora_dropout": 0, "runner_config__stop_step": 1})
+    assert step_records(whole)[0]["loss"] == pytest.approx(step_records(usual)[0]["loss"], rel=limit)
+    halves = train(path, output_dir=home / f"{method}_halves", **flags | {"runner_config__stop_step": HALF // 2})
+    train(path, output_dir=halves, resume_training=True, **flags)
+    assert figures(halves) == figures(whole)
+    assert_same_bits(arrays_of(halves), arrays_of(whole))
+    folder = newest_complete(whole / "checkpoints")
+    described = json.loads((folder / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["init_lora_weights"]) == (2 * RANK, 12, True)
+    plain = {f"{key}lora_rank": 2 * RANK, f"{key}lora_alpha": 12}
+    losses = [loss_of(path, home / f"{method}_eval", adapter_id=whole, **each) for each in (changed, plain)]
+    assert losses[0] == eval_records(whole)[-1]["eval_loss"]
+    assert losses[1] == pytest.approx(losses[0], rel=limit)
+    merged = home / f"{method}.safetensors"
+    exported("--config", path, "--adapter", whole, "--merge", "--output", merged,
+             *(f"--{name.replace('__', '.')}={value}" for name, value in changed.items()))  # fmt: skip
+    loss = loss_of(dense(path, home / "plain"), home / f"{method}_merged", load_checkpoint=merged)
+    assert loss == pytest.approx(losses[0], rel=limit)
+
+
 def loss_of(path: Path, output: Path, **flags: object) -> float:
     train(path, output_dir=output, run_mode="eval", **flags)
     return json.loads((output / "eval.json").read_text())["loss"]
@@ -254,6 +284,7 @@ def test_another_base_model_is_refused(home: Path, path: Path, whole: Path, base
         ({"r": 4}, ["have lora_rank 4", f"says {RANK}", "set pet_config.lora_rank to 4"]),
         ({"lora_alpha": 8}, ["have lora_alpha 8", "says 6.0", "set pet_config.lora_alpha to 8"]),
         ({"use_dora": True}, ["use_dora True: such adapters are not supported"]),
+        ({"init_lora_weights": "PiSSA"}, ["init_lora_weights pissa", "path_initial_model_for_weight_conversion"]),
         ({"peft_type": "LOHA"}, ["peft_type 'LOHA'"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save ['lm_head']"]),
         (None, ["no readable adapter_config.json"]),

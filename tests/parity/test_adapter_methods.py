@@ -14,13 +14,30 @@ from golden_files import AdapterCase, load_adapter_case, load_model_case, model_
 from mindspore import Tensor
 from numpy_kernels import distance
 from tiny_trainer import config_of
-from tolerances import decoder_limits, rounding_limit
+from tolerances import SEVERAL_OPERATORS, decoder_limits, rounding_limit
 
-from trainer.checkpoint.adapters import CONFIG_FILE, PREFIX, adapter_config, fitting_adapters, merge_adapters
+from trainer.checkpoint.adapter_values import (
+    adapted_matrices,
+    as_saved,
+    decompose,
+    initial_names,
+    take_out,
+)
+from trainer.checkpoint.adapters import (
+    CONFIG_FILE,
+    PREFIX,
+    adapter_config,
+    fitting_adapters,
+    join_weights,
+    merge_adapters,
+)
 from trainer.config.schema.model import ModelConfig
 from trainer.errors import UserError
 from trainer.models.inputs import RouterStatistics
+from trainer.models.spec.adapters import saved_settings
+from trainer.models.spec.names import adapter_names
 from trainer.models.spec.shapes import adapter_shapes
+from trainer.parallel.sharding import as_sharded_array
 
 NAMES = model_case_names("adapter")
 CASES = pytest.mark.parametrize("name", NAMES)
@@ -46,13 +63,13 @@ def adapted(case: AdapterCase, folder: Path) -> Adapted:
     (folder / CONFIG_FILE).write_text(json.dumps(case.adapter_config))
     config = config_of(model={**model_settings(model.config), "pet_config": pet_config(case)})
     adapters = fitting_adapters(case.adapters, config, folder, "test").read()
-    return Adapted(config.decoder, dict(model.weights) | adapters)
+    return Adapted(config.decoder, join_weights(config, dict(model.weights), adapters))
 
 
 def decoder_with(case: AdapterCase, mine: Adapted, mode: int) -> GoldenDecoder:
     golden = golden_decoder(load_model_case(case.model), mine.settings, mode)
-    for name in adapter_shapes(mine.settings):
-        golden.model.parameters_by_name[name].set_data(Tensor(mine.weights[name]))
+    for name, parameter in golden.model.parameters_by_name.items():
+        parameter.set_data(Tensor(mine.weights[name]))
     golden.model.compute_weights.refresh()
     return golden
 
@@ -89,14 +106,65 @@ def test_merged_matrices_are_those_of_peft(name: str, tmp_path: Path) -> None:
     assert case.merged.keys() < merged.keys()
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if load_adapter_case(name).start])
+def test_initial_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    """The product B0 A0, which does not depend on the signs of singular vectors, and the conversion there and back."""
+    case = load_adapter_case(name)
+    mine = adapted(case, tmp_path)
+    base = dict(load_model_case(case.model).weights)
+    saved = decompose(base, mine.settings, seed=1)
+    start = take_out(base | saved, mine.settings)
+    for matrix, adapter in adapted_matrices(mine.settings):
+        a, b = adapter_names(matrix)
+        right = case.start[PREFIX + b] @ case.start[PREFIX + a]
+        exact = np.linalg.svd(base[f"{matrix}.weight"].astype(np.float64))[1]
+        condition = 1.0  # rounding turns singular vectors, more where the next singular value is near
+        if "pissa" in name:
+            condition = exact[0] / (exact[adapter.rank - 1] - exact[adapter.rank])
+        assert distance(start[b] @ start[a], right) < condition * rounding_limit(*right.shape, 10), matrix
+        if "olora" in name:
+            assert distance(start[a], case.start[PREFIX + a]) < rounding_limit(*right.shape, 10)
+        else:
+            length = np.linalg.norm(start[a].astype(np.float64), axis=1) ** 2
+            assert distance(length * adapter.scale, exact[: adapter.rank]) < rounding_limit(*right.shape, 10)
+        initial_a, initial_b = initial_names(matrix)
+        np.testing.assert_array_equal(start[initial_a], start[a])
+        np.testing.assert_array_equal(start[initial_b], start[b])
+    merged = merge_adapters(start, mine.settings)  # at the start the model is the base model
+    for key in case.merged:
+        assert distance(merged[key], base[key]) < rounding_limit(mine.settings.hidden_size)
+    shapes = adapter_shapes(mine.settings)
+    there = as_saved({each: as_sharded_array(mine.weights[each]) for each in shapes}, mine.weights)
+    for each, array in case.adapters.items():
+        np.testing.assert_array_equal(there[each.removeprefix(PREFIX)].array, array)
+
+
+def test_subspace_iteration_comes_close_to_the_decomposition() -> None:
+    case = load_adapter_case("adapter_pissa")
+    base = dict(load_model_case(case.model).weights)
+    distances = []
+    for method in ("pissa", "pissa_niter_1", "pissa_niter_4", "pissa_niter_64"):
+        pet = pet_config(case, init_lora_weights=method)
+        config = config_of(model={**model_settings(load_model_case(case.model).config), "pet_config": pet})
+        start = take_out(base | decompose(base, config.decoder, seed=1), config.decoder)
+        left = [np.linalg.norm(start[key].astype(np.float64)) for key in case.merged]
+        distances.append(sum(left))
+    exact, one, four, many = distances
+    assert exact < four < one and many < exact * (1 + SEVERAL_OPERATORS)
+    again = decompose(base, config.decoder, seed=1)
+    assert all(np.array_equal(array, again[key]) for key, array in decompose(base, config.decoder, seed=1).items())
+    other = decompose(base, config.decoder, seed=2)
+    assert not all(np.array_equal(array, again[key]) for key, array in other.items())
+
+
 @CASES
 def test_the_description_has_what_peft_writes(name: str, tmp_path: Path) -> None:
     """Every key that is written has PEFT's value, and every setting of the case is written."""
     case = load_adapter_case(name)
     theirs = case.adapter_config
-    ours = adapter_config(adapted(case, tmp_path).settings, "")
+    ours = adapter_config(saved_settings(adapted(case, tmp_path).settings), "")
     ours["target_modules"] = sorted(ours["target_modules"])
-    different = {"base_model_name_or_path", "init_lora_weights"}
+    different = {"base_model_name_or_path"}
     assert {key: value for key, value in ours.items() if key not in different} == {
         key: theirs[key] for key in ours if key not in different
     }
@@ -106,6 +174,11 @@ def test_the_description_has_what_peft_writes(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "changes", "rule", "fix"),
     [
+        (
+            "adapter_pissa", {"init_lora_weights": True}, "have lora_rank 6, model.model_config.pet_config says 3",
+            "set pet_config.lora_rank to 6",
+        ),
+        ("adapter_rslora", {"init_lora_weights": "olora"}, "have lora_rank 3, those of this", "saved with 6"),
         ("adapter_rslora", {"use_rslora": False}, "have use_rslora True, ", "set pet_config.use_rslora to True"),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.checkpoint import adapter_values
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
 from trainer.checkpoint.store import as_weights_error, find_checkpoint, read_checkpoint, read_safetensors
 from trainer.checkpoint.weights import (
@@ -32,7 +33,15 @@ from trainer.checkpoint.weights import (
 )
 from trainer.config.checks.adapters import SECTION
 from trainer.errors import UserError
-from trainer.models.spec.adapters import adapter_spec, layer_targets, merged_matrix, projections, target_pattern
+from trainer.models.spec.adapters import (
+    adapter_spec,
+    changes_base,
+    layer_targets,
+    merged_matrix,
+    projections,
+    saved_settings,
+    target_pattern,
+)
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, parameter_specs
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -58,6 +67,8 @@ _OURS = {
     "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None, "lora_bias": False,
     "use_qalora": False, "trainable_token_indices": None, "target_parameters": None,
 }  # fmt: skip
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights with which PEFT changes the base model; after a conversion it writes True."""
 # Keys that every version of PEFT knows; an older version rejects unknown keys.
 _WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 
@@ -95,10 +106,19 @@ def load_initial_weights(
         compared: Mapping[str, ArrayOrLazyArray] = base.arrays
         if parts is None:
             compared = weights
-        adapters = read_adapters(config, Path(config.adapter_id).expanduser(), compared)
+        adapters = read_adapters(config, Path(config.adapter_id).expanduser(), compared).read(parts)
+    elif changes_base(config.decoder):
+        adapters = adapter_values.decompose(weights, config.decoder, config.seed)
     else:
-        adapters = _from_seed(config, adapters=True)
-    return weights | adapters.read(parts)
+        adapters = _from_seed(config, adapters=True).read(parts)
+    return join_weights(config, weights, adapters)
+
+
+def join_weights(config: Config, base: Weights, adapters: Weights) -> Weights:
+    """Returns the weights that a run computes with, from those of the base model and adapters as they are saved."""
+    if changes_base(config.decoder):
+        return adapter_values.take_out(base | adapters, config.decoder)
+    return base | adapters
 
 
 def check_starting_files(config: Config) -> None:
@@ -135,11 +155,12 @@ def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: ShardS
 
     Args:
         weights: The weights of the run.
-        parts: The shards that `weights` has; the base model is then read again for the digest. None: all weights.
+        parts: The shards that `weights` has; the base model is then read again for the digest, as it is where adapters
+            change it. None: all weights.
     """
     record = {"load_checkpoint": config.load_checkpoint, "seed": config.seed}
     base: Mapping[str, ArrayOrLazyArray] = weights
-    if parts is not None:
+    if parts is not None or changes_base(config.decoder):
         base = open_base_weights(config).arrays
     return record | {"digest": base_model_digest(base, config.decoder)}
 
@@ -192,7 +213,7 @@ def fitting_adapters(
     """Checks the adapters of a folder; raises a UserError if they do not fit `pet_config`."""
     _check_description(path, config, where, key)
     adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
-    shapes = adapter_shapes(config.decoder)
+    shapes = adapter_shapes(saved_settings(config.decoder))
     fix = ""
     if adapters.keys() != shapes.keys():
         fix = _fix_for_targets(adapters, config.decoder)
@@ -238,7 +259,7 @@ def check_base(before: BaseRecord, config: Config, base: Mapping[str, ArrayOrLaz
 def _check_description(folder: Path, config: Config, where: str, key: str) -> None:
     """Checks that `adapter_config.json` agrees with `pet_config`."""
     path = folder / CONFIG_FILE
-    adapters = config.decoder.pet_config
+    adapters = saved_settings(config.decoder).pet_config
 
     def problem(rule: str, fix: str) -> UserError:
         return UserError(rule, where=where, key=key, value=str(folder), fix=fix)
@@ -254,6 +275,10 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
         "lora_alpha": description.lora_alpha,
         "use_rslora": description.use_rslora,
     }
+    initial = str(others.get("init_lora_weights", True)).lower()
+    if initial.startswith(_CHANGES_BASE):
+        rule = f"{CONFIG_FILE} says init_lora_weights {initial}: such adapters are for a changed base model"
+        raise problem(rule, "save them in PEFT with path_initial_model_for_weight_conversion")
     for name, value in _OURS.items():
         if name in others and others[name] != value and (others[name] or value):
             rule = f"{CONFIG_FILE} says {name} {reprlib.repr(others[name])}: such adapters are not supported"
@@ -264,6 +289,9 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
             text = f"{value:g}"
             if isinstance(value, bool):
                 text = str(value)
+            if changes_base(config.decoder):
+                rule = f"the adapters have {name} {text}, those of this {SECTION} are saved with {ours}"
+                raise problem(rule, "write the pet_config that they were trained with")
             raise problem(f"the adapters have {name} {text}, {SECTION} says {ours}", f"set pet_config.{name} to {text}")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.checkpoint import adapters
+from trainer.checkpoint import adapter_values, adapters
 from trainer.checkpoint.documents import RunState, read_base, read_run_state
 from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
 from trainer.checkpoint.hugging_face import class_on_disk
@@ -37,6 +37,7 @@ from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, ru
 from trainer.config.checks.adapters import SECTION
 from trainer.config.schema.fields import Section, support_of
 from trainer.errors import UserError
+from trainer.models.spec.adapters import saved_settings
 from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
@@ -107,6 +108,7 @@ def save_stages(
     config: Config,
     layout: Mapping[str, Any],
     base: Mapping[str, Any] | None,
+    initial: Mapping[str, np.ndarray] | None = None,
     keep_max: int,
     evaluations: EvalHistory,
     files: Mapping[str, bytes] | None = None,
@@ -123,6 +125,7 @@ def save_stages(
         step_state: State of the training step, see `TrainStep.state`.
         layout: See `data_layout`.
         base: The record of the base model of adapters, which are saved without it; see `base_record`.
+        initial: What adapters have taken out of the base model, see `pop_initial`; None or empty: nothing.
         files: Files for other programs beside the weights of a full model, see `folder_files`.
         beside_training: The training continues before the last stage is done: arrays that it changes are copied now.
             False: nothing may change until then.
@@ -141,9 +144,11 @@ def save_stages(
         documents |= files or {}
     else:
         part = adapters.PART
-        shapes = adapter_shapes(config.decoder)
+        on_disk = saved_settings(config.decoder)
+        shapes = adapter_shapes(on_disk)
+        weights = adapter_values.as_saved(weights, initial or {})
         shards = _file_shards(weights, shapes, lambda specs: _prefixed(specs, adapters.PREFIX))
-        documents[adapters.CONFIG_FILE] = adapters.adapter_config(config.decoder, base["load_checkpoint"])
+        documents[adapters.CONFIG_FILE] = adapters.adapter_config(on_disk, base["load_checkpoint"])
     tensors = {part: shards, OPTIMIZER: _file_shards(optimizer_state, optimizer_shapes(config), _prefixed)}
     if beside_training and saved.shares_memory:
         tensors = {name: _copy_arrays(one) for name, one in tensors.items()}
@@ -405,7 +410,8 @@ def _weights_of(
     base = adapters.open_base_weights(config, world=world)
     weights = base.read(parts)
     adapters.check_base(read_base(checkpoint), config, weights if parts is None else base.arrays)
-    return weights | adapters.fitting_adapters(tensors, config, checkpoint.path, where, _KEY).read(parts)
+    trained = adapters.fitting_adapters(tensors, config, checkpoint.path, where, _KEY).read(parts)
+    return adapters.join_weights(config, weights, trained)
 
 
 def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismatch: Mismatch) -> Position:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.checkpoint.adapter_values import pop_initial
 from trainer.checkpoint.adapters import base_record, load_initial_weights
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.hugging_face import folder_files
@@ -123,6 +124,7 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
         weights = dict(resumed.weights)
         resumed.weights.clear()  # the prepared run would keep them in memory that the training needs
     base = None
+    initial = pop_initial(weights or {})
     if config.has_adapters:
         base = base_record(config, weights or {}, shard_specs)
     files: Mapping[str, bytes] = {}
@@ -145,6 +147,7 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
             info=info,
             events=Events(monitors),
             base=base,
+            initial=initial,
             files=files,
             records=TrainingStateRecords(config),
             sampler=sampler,

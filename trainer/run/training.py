@@ -106,6 +106,7 @@ class Job:
     Attributes:
         layout: The meaning of a position in the training data, see `data_layout`.
         base: The record of the base model of adapters, see `base_record`; None for a training of all weights.
+        initial: What adapters have taken out of the base model, see `pop_initial`.
         files: Files that other programs need beside the weights, see `folder_files`.
         records: The records of `monitor_config`.
         sampler: Samples text during the training; None if the configuration has no `sample_prompt`.
@@ -118,6 +119,7 @@ class Job:
     info: RunInfo
     events: Events
     base: Mapping[str, Any] | None
+    initial: Mapping[str, np.ndarray]
     files: Mapping[str, bytes]
     records: TrainingStateRecords
     sampler: Sampler | None
@@ -366,6 +368,7 @@ def save_checkpoint_if_new(job: Job, engine: Engine, progress: Progress) -> None
             config=job.config,
             layout=job.layout,
             base=job.base,
+            initial=job.initial,
             keep_max=section.keep_checkpoint_max,
             evaluations=progress.evaluations,
             files=job.files,

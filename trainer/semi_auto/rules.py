@@ -212,6 +212,9 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
         yield problem(config, "model.model_config.window_rope_theta", rule, "set parallel.parallel_mode to 0")
     if settings.attention_sinks:
         yield problem(config, "model.model_config.attention_sinks", _NOT_YET, "set parallel.parallel_mode to 0")
+    method = config.whole_matrix_method
+    if method:
+        yield problem(config, method, _NOT_YET, "leave it out, or set parallel.parallel_mode to 0")
     sequence = config.parallel_config.use_seq_parallel
     adapter = adapter_spec(settings)
     if sequence and latent_spec(settings) is not None and adapter is not None and adapter.dropout:

@@ -19,6 +19,7 @@ from trainer.models.spec.adapters import (
     adaptable_matrices,
     adapter_spec,
     layer_targets,
+    matrix_shapes,
     module_names,
     projections,
     pynative_layer,
@@ -59,8 +60,25 @@ def adapter_problems(config: Config) -> Iterator[ConfigError]:
     invalid = list(_pattern_problems(config, adapters))
     if invalid:
         yield from invalid
-    else:
-        yield from _target_problems(config, adapters)
+        return
+    yield from _target_problems(config, adapters)
+    yield from _method_problems(config, adapters)
+
+
+def _method_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
+    """Yields errors for keys of initial values that contradict each other, and a rank that a matrix does not have."""
+    if not adapters.changes_base:
+        return
+    for key in ("lora_a_std", "lora_b_std"):
+        if getattr(adapters, key):
+            rule = f"does not apply to adapters that start with init_lora_weights {adapters.initial}"
+            yield problem(config, f"{SECTION}.{key}", rule, "remove one of the two")
+    shapes = matrix_shapes(config.decoder)
+    sizes = [(min(shapes[name]), name) for name in _adapted_names(config.decoder)]
+    smallest, name = min(sizes, default=(adapters.lora_rank, ""))
+    if smallest < adapters.lora_rank:
+        rule = f"{name} has rank {smallest} at most, from which init_lora_weights {adapters.initial} takes the adapter"
+        yield problem(config, f"{SECTION}.lora_rank", rule, f"write at most {smallest}")
 
 
 def _pattern_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
@@ -155,10 +173,12 @@ def adapters_text(decoder: ModelConfig) -> str:
         phrases[where] = f"{phrases.get(where, '')} {name}"
     text = ";".join(names + where for where, names in phrases.items())
     options = ""
-    if adapter.dropout:
-        options = f", dropout {adapter.dropout:g}"
     settings = decoder.pet_config
     assert settings is not None
+    if adapter.dropout:
+        options = f", dropout {adapter.dropout:g}"
+    if settings.changes_base:
+        options += f", starts by {settings.initial}"
     for matrix, deviation in (("A", settings.lora_a_std), ("B", settings.lora_b_std)):
         if deviation:
             options += f", {matrix} starts with standard deviation {deviation:g}"

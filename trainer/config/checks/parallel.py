@@ -178,9 +178,19 @@ def parallel_problems(config: Config, world: World) -> list[ConfigError]:
     else:
         problems += [*_explicit_pipeline(config, degrees), *_explicit_sharding(config, degrees)]
         problems += _sharding_size(config, degrees)
+        problems += _whole_matrices(config, world, degrees)
     if world.size > 1:
         problems += _several_ranks(config, world)
     return problems
+
+
+def _whole_matrices(config: Config, world: World, degrees: Degrees) -> Iterator[ConfigError]:
+    """Yields an error for adapters that are computed from whole matrices, if ranks shard these."""
+    key = config.whole_matrix_method
+    sharded = degrees.shards_model or (shards_optimizer(config, world) and zero_level(config) == "level3")
+    if key and sharded:
+        rule = "is supported with data parallelism only, where every rank has all weights"
+        yield problem(config, key, rule, "leave it out, or use data_parallel alone and optimizer_level level2")
 
 
 def _only_data_parallel(config: Config, degrees: Degrees) -> Iterator[ConfigError]:

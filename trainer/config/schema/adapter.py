@@ -1,16 +1,27 @@
 """Adapters: YAML ``model_config.pet_config``."""
 
 import math
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from trainer.config.patterns import read_pattern
-from trainer.config.schema.fields import WIDTH, Section, setting
+from trainer.config.schema.fields import WIDTH, Section, refuse_value, setting
 
 _Expression: TypeAlias = Annotated[str, Field(min_length=1)]
+_METHODS = re.compile(r"true|olora|pissa(_niter_[1-9]\d?)?")
+
+
+def _validate_initial(value: bool | str) -> bool | str:
+    if not _METHODS.fullmatch(str(value).lower()):
+        refuse_value("must be True, pissa, pissa_niter_N (N from 1 to 99) or olora")
+    return value
+
+
+_Initial: TypeAlias = Annotated[bool | str, AfterValidator(_validate_initial)]
 
 
 class ModuleNames(NamedTuple):
@@ -30,6 +41,10 @@ class PetConfig(Section):
     lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
     use_rslora: bool = setting(False, "Scale adapters by lora_alpha / sqrt(lora_rank): rsLoRA (Kalajdzievski 2023).")
     lora_dropout: float = setting(0.0, "Dropout on the input of an adapter.", ge=0, lt=1)
+    init_lora_weights: _Initial = setting(
+        True, "Values that adapters start with. True: lora_a_std and lora_b_std say it. pissa: principal singular"
+        " vectors of the matrix (Meng et al. 2024); pissa_niter_N: approximately, by N iterations. olora: its QR"
+        " decomposition (Büyükakyüz 2024). These three take the adapter's product out of the frozen matrix.")
     lora_a_std: float | None = setting(
         None, "Standard deviation of the normal values that A starts with. Default null: uniform values in +-1 /"
         " sqrt(columns), as in PEFT.", gt=0)
@@ -59,6 +74,36 @@ class PetConfig(Section):
         if self.use_rslora:
             return math.sqrt(rank)
         return rank
+
+    @property
+    def initial(self) -> str:
+        """Returns `init_lora_weights` as text in lower case: "true" by default."""
+        return str(self.init_lora_weights).lower()
+
+    @property
+    def changes_base(self) -> bool:
+        """Returns whether adapters start with a part of the base model's weights, which is taken out of these."""
+        return self.initial != "true"
+
+    @property
+    def needs_whole_matrices(self) -> str:
+        """Returns the key of a method that computes something of whole matrices of the base model; else empty."""
+        if self.changes_base:
+            return "init_lora_weights"
+        return ""
+
+    @property
+    def as_saved(self) -> "PetConfig":
+        """Returns the settings of the adapters on disk: plain LoRA, of twice the rank for those that change the base.
+
+        The factor on an adapter's output stays the same.
+        """
+        if not self.changes_base:
+            return self
+        alpha = self.lora_alpha * self.divisor(2)
+        return self.model_copy(
+            update={"lora_rank": 2 * self.lora_rank, "lora_alpha": alpha, "init_lora_weights": True}
+        )
 
     @property
     def excluding(self) -> tuple[str, ...]:

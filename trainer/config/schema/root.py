@@ -258,6 +258,14 @@ class Config(Section):
         return self.model.settings
 
     @property
+    def whole_matrix_method(self) -> str:
+        """Returns the key of adapters that are computed from whole matrices, which no ranks may shard; else empty."""
+        adapters = self.decoder.pet_config
+        if adapters is None or not adapters.needs_whole_matrices:
+            return ""
+        return f"model.model_config.pet_config.{adapters.needs_whole_matrices}"
+
+    @property
     def has_adapters(self) -> bool:
         """Returns whether the decoder has low-rank adapters; only they are then trained."""
         return self.decoder.pet_config is not None

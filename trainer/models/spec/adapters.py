@@ -40,10 +40,34 @@ def adapter_spec(settings: ModelConfig) -> AdapterSpec | None:
     return AdapterSpec(pet.lora_rank, pet.scale, pet.lora_dropout, pet.lora_a_std, pet.lora_b_std)
 
 
+def initial_method(settings: ModelConfig) -> str:
+    """Returns where the initial values of adapters come from: `true`, pissa, pissa_niter_N or olora."""
+    if settings.pet_config is None:
+        return "true"
+    return settings.pet_config.initial
+
+
+def changes_base(settings: ModelConfig) -> bool:
+    """Returns whether the adapters start with a part of the base model's weights, which is taken out of these."""
+    return settings.pet_config is not None and settings.pet_config.changes_base
+
+
+def saved_settings(settings: ModelConfig) -> ModelConfig:
+    """Returns the settings with the adapters as they are saved."""
+    if settings.pet_config is None:
+        return settings
+    return settings.model_copy(update={"pet_config": settings.pet_config.as_saved})
+
+
 def projections(settings: ModelConfig) -> list[str]:
     """Returns the matrices of a layer that can have an adapter, in forward order, by their names in the layer."""
+    return list(matrix_shapes(settings))
+
+
+def matrix_shapes(settings: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of these matrices by their names in the layer."""
     parameters = [*attention_parameters(settings), *mlp_parameters(settings)]
-    return [spec.name.removesuffix(".weight") for spec in parameters if spec.role == "matrix"]
+    return {spec.name.removesuffix(".weight"): spec.shape for spec in parameters if spec.role == "matrix"}
 
 
 def adaptable_matrices(settings: ModelConfig, layer: int) -> dict[str, ModuleNames]:

@@ -198,6 +198,10 @@ def test_defaults_are_those_of_the_documentation() -> None:
         ({"match": "search", "target_modules": ".*"}, ["matches output_layer", "write exclude_layers: 'output_layer'"]),
         ({"lora_a_std": 0}, ["lora_a_std = 0", "greater than 0"]),
         ({"lora_b_std": -0.1}, ["lora_b_std = -0.1", "at least 0"]),
+        ({"init_lora_weights": False}, ["init_lora_weights = False", "must be True, pissa, pissa_niter_N"]),
+        ({"init_lora_weights": "pissa_niter_0"}, ["init_lora_weights = 'pissa_niter_0'", "N from 1 to 99"]),
+        ({"init_lora_weights": "olora", "lora_b_std": 0.1}, ["lora_b_std = 0.1", "init_lora_weights olora"]),
+        ({"init_lora_weights": "pissa", "lora_rank": 65}, ["lora_rank = 65", "rank 64 at most", "write at most 64"]),
     ],
 )
 def test_a_mistake_is_told_with_its_line_rule_and_fix(section: dict, parts: list[str]) -> None:

@@ -423,3 +423,28 @@ def test_context_mode_1_and_ranks_that_compute_a_layer_together(degrees: str, na
     assert on_arrays(load(BASE + text), "CPU", EIGHT) == native
     assert ("context.mode 1: no effect on a CPU" in told(text, EIGHT)) == native
     assert ("context.mode 1 is for debugging" in told(text, EIGHT)) != native
+
+
+METHODS = pytest.mark.parametrize("method", ["init_lora_weights=pissa"])
+PET = "model.model_config.pet_config"
+
+
+@METHODS
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("parallel_config: {model_parallel: 2}\n", "data parallelism only"),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n", "data parallelism only"),
+        (
+            "parallel: {enable_parallel_optimizer: True, parallel_optimizer_config: {optimizer_level: level3}}\n",
+            "data parallelism only",
+        ),
+        ("parallel: {parallel_mode: 1}\n", "not yet supported in semi-automatic mode"),
+    ],
+    ids=["tensor", "pipeline", "level 3", "semi-automatic"],
+)
+def test_adapters_from_whole_matrices_need_whole_matrices(text: str, what: str, method: str) -> None:
+    message = run_error(text, EIGHT, f"{PET}.lora_rank=4", f"{PET}.{method}")
+    assert f"{PET}.{method.split('=')[0]}" in message and what in message and message.count("Fix:") == 1
+    replicas = load(f"{BASE}parallel: {{enable_parallel_optimizer: True}}\n", f"{PET}.{method}")
+    preflight(replicas, EIGHT, select_execution_mode(replicas, EIGHT).problems())

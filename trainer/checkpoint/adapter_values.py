@@ -1,0 +1,134 @@
+"""Adapters whose initial values come from the base model's weights, and the plain LoRA that they are saved as.
+
+PiSSA (Meng et al. 2024) and OLoRA (Büyükakyüz 2024) start with scale B0 A0 taken out of W: W - scale B0 A0 is frozen in
+place of W. A reader that has the original W needs W - scale B0 A0 + scale B A = W + scale [B, -B0] [A; A0]: an adapter
+of twice the rank, as which PEFT saves such adapters, too (`path_initial_model_for_weight_conversion`). Both halves can
+be read back from it, so that a training resumes with the same bits.
+
+Legend: O/I out and in features of a matrix, R rank: A [R, I], B [O, R].
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.models.spec.adapters import initial_method, layer_targets
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.names import adapter_names, layer_prefix
+from trainer.parallel.sharding import ShardedArray, as_sharded_array
+
+if TYPE_CHECKING:
+    from trainer.config.schema.model import ModelConfig
+    from trainer.models.spec.model import AdapterSpec
+
+Weights = dict[str, np.ndarray]
+
+
+def initial_names(matrix: str) -> tuple[str, str]:
+    """Returns the names of A0 and B0 of a matrix, which are kept beside the weights."""
+    return f"{matrix}.lora_A.initial", f"{matrix}.lora_B.initial"
+
+
+def adapted_matrices(settings: ModelConfig) -> Iterator[tuple[str, AdapterSpec]]:
+    """Yields the full name, without its last part, of every adapted matrix, and its adapter."""
+    spec = model_spec(settings)
+    for layer in settings.layers:
+        for name in layer_targets(settings, layer):
+            yield layer_prefix(layer) + name, spec.layers[layer].adapters[name]
+
+
+def decompose(base: Mapping[str, np.ndarray], settings: ModelConfig, seed: int) -> Weights:
+    """Returns the adapters that the training starts with, as they are saved: both halves are A0 and B0.
+
+    Args:
+        base: The base model's weights, in which a multi-token prediction module may be missing.
+        seed: Of the random numbers of `pissa_niter_N`.
+    """
+    adapters: Weights = {}
+    method, _, iterations = initial_method(settings).partition("_niter_")
+    for matrix, adapter in adapted_matrices(settings):
+        if f"{matrix}.weight" not in base:
+            continue
+        weight_OI = base[f"{matrix}.weight"]
+        if method == "olora":
+            a_RI, b_OR = _orthonormal(weight_OI, adapter.rank)
+        elif not iterations:
+            u, values, vt = np.linalg.svd(weight_OI, full_matrices=False)
+            a_RI, b_OR = _principal(u, values, vt, adapter)
+        else:
+            stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(f"{matrix}.svd".encode())]))
+            u, values, vt = _fast_svd(weight_OI, adapter.rank, int(iterations), stream)
+            a_RI, b_OR = _principal(u, values, vt, adapter)
+        name_a, name_b = adapter_names(matrix)
+        adapters[name_a] = np.concatenate([a_RI, a_RI]).astype(np.float32)
+        adapters[name_b] = np.concatenate([b_OR, -b_OR], axis=1).astype(np.float32)
+    return adapters
+
+
+def _orthonormal(weight_OI: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A and B of OLoRA: the first rows and columns of W = Q R."""
+    q, r = np.linalg.qr(weight_OI)
+    return r[:rank], q[:, :rank]
+
+
+def _principal(
+    u: np.ndarray, values: np.ndarray, vt: np.ndarray, adapter: AdapterSpec
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A and B of PiSSA from W = U S V^T: scale B A is the best approximation of W of this rank."""
+    root_R = np.sqrt(values[: adapter.rank] / np.float32(adapter.scale))
+    return root_R[:, None] * vt[: adapter.rank], u[:, : adapter.rank] * root_R
+
+
+def _fast_svd(
+    weight_OI: np.ndarray, rank: int, iterations: int, stream: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the leading part of U, S and V^T by subspace iteration (Halko et al. 2011, algorithms 4.4 and 5.1)."""
+    q, _ = np.linalg.qr(weight_OI @ stream.standard_normal((weight_OI.shape[1], rank), dtype=np.float32))
+    for _ in range(iterations):
+        q, _ = np.linalg.qr(weight_OI.T @ q)
+        q, _ = np.linalg.qr(weight_OI @ q)
+    u, values, vt = np.linalg.svd(q.T @ weight_OI, full_matrices=False)
+    return q @ u, values, vt
+
+
+def take_out(weights: Weights, settings: ModelConfig) -> Weights:
+    """Returns the weights of a training from those of the base model and adapters as they are saved.
+
+    A0 and B0 are returned beside them, see `initial_names`.
+    """
+    taken: Weights = {}
+    for matrix, adapter in adapted_matrices(settings):
+        if f"{matrix}.weight" not in weights:
+            continue
+        name_a, name_b = adapter_names(matrix)
+        initial_a, initial_b = initial_names(matrix)
+        rank = adapter.rank
+        taken[name_a] = np.ascontiguousarray(weights[name_a][:rank])
+        taken[name_b] = np.ascontiguousarray(weights[name_b][:, :rank])
+        taken[initial_a] = np.ascontiguousarray(weights[name_a][rank:])
+        taken[initial_b] = -weights[name_b][:, rank:]
+        removed_OI = (np.float32(adapter.scale) * taken[initial_b]) @ taken[initial_a]
+        taken[f"{matrix}.weight"] = weights[f"{matrix}.weight"] - removed_OI
+    return weights | taken
+
+
+def pop_initial(weights: Weights) -> Weights:
+    """Removes A0 and B0 from the weights and returns them."""
+    return {name: weights.pop(name) for name in list(weights) if name.endswith(".initial")}
+
+
+def as_saved(trained: Mapping[str, ShardedArray], initial: Mapping[str, np.ndarray]) -> dict[str, ShardedArray]:
+    """Returns the adapters as they are saved, from A and B and their initial values."""
+    saved = dict(trained)
+    matrices = [name.removesuffix(".lora_A.initial") for name in initial if name.endswith(".lora_A.initial")]
+    for matrix in matrices:
+        name_a, name_b = adapter_names(matrix)
+        a_RI, b_OR = (trained[name].array.reshape(trained[name].spec.global_shape) for name in (name_a, name_b))
+        initial_a, initial_b = (initial[name] for name in initial_names(matrix))
+        saved[name_a] = as_sharded_array(np.concatenate([a_RI, initial_a]))
+        saved[name_b] = as_sharded_array(np.concatenate([b_OR, -initial_b], axis=1))
+    return saved
