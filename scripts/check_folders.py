@@ -50,9 +50,12 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "q_b_proj|kv_a_proj_with_mqa|kv_b_proj",
     ),
 }  # fmt: skip
-REFUSED = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}, "use_dora": True}
+REFUSED = {"use_dora": True}
 # Settings of PEFT that pet_config has under the same names.
-METHODS: dict[str, dict[str, Any]] = {"rsLoRA": {"use_rslora": True}}
+METHODS: dict[str, dict[str, Any]] = {
+    "rsLoRA": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"layers.0.self_attn.q_proj": 2, "v_proj": 8}, "alpha_pattern": {"v_proj": 3.0}},
+}
 # Of the trainer alone: PEFT reads plain LoRA of another rank.
 CONVERTED: dict[str, dict[str, Any]] = {
     "PiSSA": {"init_lora_weights": "pissa"}, "OLoRA": {"init_lora_weights": "olora"},

@@ -32,6 +32,10 @@ class AdapterCase(NamedTuple):
 
 CASES = {
     "rslora": AdapterCase("rsLoRA: alpha over the root of the rank", {"use_rslora": True}),
+    "patterns": AdapterCase("ranks and alphas by pattern", {
+        "rank_pattern": {"down_proj": 2, "layers.0.self_attn.q_proj": 5, "q_.*": 4},
+        "alpha_pattern": {"model.layers.0.self_attn.*": 10.0, "q": 1.0},
+    }),
     "pissa": AdapterCase("PiSSA, converted to plain LoRA", {"init_lora_weights": "pissa", "use_rslora": True}),
     "olora": AdapterCase("OLoRA, converted to plain LoRA", {"init_lora_weights": "olora"}),
 }

@@ -11,14 +11,13 @@ Legend: O/I out and in features of a matrix, R rank: A [R, I], B [O, R].
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.models.spec.adapters import initial_method, layer_targets
-from trainer.models.spec.build import model_spec
-from trainer.models.spec.names import adapter_names, layer_prefix
+from trainer.models.spec.adapters import adapted_matrices, initial_method
+from trainer.models.spec.names import adapter_names
 from trainer.parallel.sharding import ShardedArray, as_sharded_array
 
 if TYPE_CHECKING:
@@ -31,14 +30,6 @@ Weights = dict[str, np.ndarray]
 def initial_names(matrix: str) -> tuple[str, str]:
     """Returns the names of A0 and B0 of a matrix, which are kept beside the weights."""
     return f"{matrix}.lora_A.initial", f"{matrix}.lora_B.initial"
-
-
-def adapted_matrices(settings: ModelConfig) -> Iterator[tuple[str, AdapterSpec]]:
-    """Yields the full name, without its last part, of every adapted matrix, and its adapter."""
-    spec = model_spec(settings)
-    for layer in settings.layers:
-        for name in layer_targets(settings, layer):
-            yield layer_prefix(layer) + name, spec.layers[layer].adapters[name]
 
 
 def decompose(base: Mapping[str, np.ndarray], settings: ModelConfig, seed: int) -> Weights:

@@ -34,7 +34,7 @@ from trainer.checkpoint.weights import (
 from trainer.config.checks.adapters import SECTION
 from trainer.errors import UserError
 from trainer.models.spec.adapters import (
-    adapter_spec,
+    adapted_matrices,
     changes_base,
     layer_targets,
     merged_matrix,
@@ -64,7 +64,7 @@ Weights = dict[str, np.ndarray]
 # Keys of PEFT's adapter_config.json that change what adapters compute, and the values that are supported.
 _OURS = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False,
-    "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None, "lora_bias": False,
+    "modules_to_save": None, "layer_replication": None, "lora_bias": False,
     "use_qalora": False, "trainable_token_indices": None, "target_parameters": None,
 }  # fmt: skip
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -274,6 +274,8 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
         "lora_rank": description.r,
         "lora_alpha": description.lora_alpha,
         "use_rslora": description.use_rslora,
+        "rank_pattern": description.rank_pattern or {},
+        "alpha_pattern": description.alpha_pattern or {},
     }
     initial = str(others.get("init_lora_weights", True)).lower()
     if initial.startswith(_CHANGES_BASE):
@@ -286,9 +288,9 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     for name, value in theirs.items():
         ours = getattr(adapters, name)
         if value != ours:
-            text = f"{value:g}"
-            if isinstance(value, bool):
-                text = str(value)
+            text = str(value)
+            if isinstance(value, float):
+                text = f"{value:g}"
             if changes_base(config.decoder):
                 rule = f"the adapters have {name} {text}, those of this {SECTION} are saved with {ours}"
                 raise problem(rule, "write the pet_config that they were trained with")
@@ -303,9 +305,12 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
     names = [name.split(".")[-1] for name in targets[0]]
     if len(set(targets)) > 1:  # layers differ: full names
         names = [layer_prefix(layer) + name for layer, of_layer in enumerate(targets) for name in of_layer]
-    methods = {}
+    methods: dict[str, Any] = {}
     if adapters.use_rslora:
         methods["use_rslora"] = True
+    for key in ("rank_pattern", "alpha_pattern"):
+        if getattr(adapters, key):
+            methods[key] = getattr(adapters, key)
     return {
         **{name: _OURS[name] for name in _WRITTEN},
         **methods,
@@ -323,15 +328,11 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
 
 def merge_adapters(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
     """Returns the decoder's parameters with the adapters merged in: W + scale B A, summed in float64."""
-    adapters = adapter_spec(settings)
-    assert adapters is not None
     merged = {name: weights[name] for name in parameter_shapes(settings) if name in weights}
-    for layer in settings.layers:
-        for projection in layer_targets(settings, layer):
-            name = layer_prefix(layer) + projection
-            if f"{name}.weight" not in merged:  # of an MTP module that the file of the base model lacks
-                continue
-            a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
-            total = merged_matrix(merged[f"{name}.weight"], a, b, adapters.scale)
-            merged[f"{name}.weight"] = total.astype(np.float32)
+    for name, adapter in adapted_matrices(settings):
+        if f"{name}.weight" not in merged:  # of an MTP module that the file of the base model lacks
+            continue
+        a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
+        total = merged_matrix(merged[f"{name}.weight"], a, b, adapter.scale)
+        merged[f"{name}.weight"] = total.astype(np.float32)
     return merged

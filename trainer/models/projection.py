@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mindspore import Layout, Tensor, nn, ops
 from mindspore.ops import operations as P
 
-from trainer.models.spec.adapters import adapter_spec, merged_matrix
+from trainer.models.spec.adapters import adapter_spec, merged_matrix, scales_by_rank
 from trainer.models.spec.names import adapter_names, mask_name
 from trainer.models.spec.shapes import adapted_projections, block_names, dropped_projections
 from trainer.parallel.tensor import RowParallelOutputAfter
@@ -59,7 +59,7 @@ class Projection(nn.Cell):
                 self.mask = argnums[mask_name(name)]
             self.down = kernels.linear()
             self.up = kernels.linear()
-            self.scale = adapter.scale
+            self.scales = scales_by_rank(settings, name)
             self.drop = kernels.dropout(adapter.dropout)
             self.scale_up = P.Mul()
             self.add = P.Add()
@@ -68,7 +68,13 @@ class Projection(nn.Cell):
         """Returns the matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""
         if not self.has_adapter or weights[self.a] is None:
             return weights[self.weight]
-        return merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale)
+        return merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale(weights))
+
+    def scale(self, weights: Sequence[Tensor | None]) -> float:
+        """Returns the factor on the adapter's output, which may differ between layers that have other ranks."""
+        a_RI = weights[self.a]
+        assert a_RI is not None
+        return self.scales[a_RI.shape[0]]
 
     def construct(self, x_NI: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
         bias_O = None
@@ -96,7 +102,7 @@ class Projection(nn.Cell):
             x_NI = self.drop(x_NI, mask)
         x_NR = self.down(x_NI, weights[self.a])
         # The factor multiplies the smallest of the matrices.
-        return self.add(y_NO, self.up(x_NR, self.scale_up(weights[self.b], self.scale)))
+        return self.add(y_NO, self.up(x_NR, self.scale_up(weights[self.b], self.scale(weights))))
 
     def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0, copies: int = 1) -> None:
         """Sets the strategies of semi-automatic mode. The numbers between the adapter's two matrices are replicated.

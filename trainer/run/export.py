@@ -28,7 +28,7 @@ from trainer.checkpoint.weights import module_layers
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, saved_class
 from trainer.errors import UserError
-from trainer.models.spec.adapters import adapter_spec
+from trainer.models.spec.adapters import factors_text
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 from trainer.monitors import formatting
 from trainer.monitors.files import make_folder, write_failure
@@ -146,10 +146,9 @@ def _load_weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], s
     assert weights is not None, "`_check` refuses an export without weights"
     if merge:
         pairs = len(adapter_shapes(config.decoder)) // 2
-        adapter = adapter_spec(config.decoder)
-        assert adapter is not None, "`_check` refuses to merge without adapters"
+        factor = factors_text(config.decoder)
         base = config.load_checkpoint or "random weights"
-        description = f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {adapter.scale:g}"
+        description = f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {factor}"
         return merge_adapters(weights, config.decoder), description, notes
     used = {name: weights[name] for name in parameter_shapes(config.network) if name in weights}
     return used, f"the weights of {config.load_checkpoint}", notes

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
+from trainer.config.checks.adapters import cell_problems
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, runs_semi_auto
 from trainer.config.checks.problem import ConfigError
@@ -83,7 +84,13 @@ class ExplicitBackend:
         return "compiled blocks: one for all layers of a kind"
 
     def check_device(self, device: str) -> None:
-        """Raises a UserError if an Ascend cannot run the configuration. `preflight` checks what a CPU cannot run."""
+        """Raises a UserError if an Ascend or MindSpore's cells cannot run the configuration.
+
+        `preflight` checks what native CPU layers cannot run.
+        """
+        if not on_arrays(self.config, device, self.world):
+            for problem in cell_problems(self.config):
+                raise problem.error
         if device == "Ascend":
             degrees = parallel_degrees(self.config, self.world)
             for problem in (*offload_problems(self.config), *ascend_problems(self.config, degrees)):

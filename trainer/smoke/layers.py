@@ -164,6 +164,9 @@ def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
         yield from change_key(config, f"{key}.lora_rank", _LORA_RANK, "small enough for this machine")
         scaled = adapters.scale * adapters.divisor(_LORA_RANK)
         yield from change_key(config, f"{key}.lora_alpha", scaled, "the same factor on the adapters")
+    for pattern_key in ("rank_pattern", "alpha_pattern"):
+        if getattr(adapters, pattern_key):
+            yield from change_key(config, f"{key}.{pattern_key}", {}, f"all adapters of {_REMAIN} have one rank")
     targets = _targets(config.decoder, [*kept, *model_spec(config.decoder).module_layers])
     small = config.decoder.model_copy(update={"num_layers": len(kept)})
     if targets == _targets(small, range(len(targets))):

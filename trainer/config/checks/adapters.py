@@ -12,17 +12,22 @@ from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import saved_class
 from trainer.config.layer_ranges import all_layers, layer_text
 from trainer.config.patterns import PatternError, read_pattern
-from trainer.config.schema.adapter import ModuleNames, PetConfig
+from trainer.config.schema.adapter import ModuleNames, PetConfig, ends_with
 from trainer.config.schema.root import Config
 from trainer.input_files import missing_path_reason
 from trainer.models.spec.adapters import (
     adaptable_matrices,
+    adapted_matrices,
     adapter_spec,
+    factors_text,
+    layer_adapters,
     layer_targets,
     matrix_shapes,
     module_names,
     projections,
     pynative_layer,
+    ranks_text,
+    scales_by_rank,
 )
 from trainer.models.spec.names import layer_prefix, sublayer_of
 from trainer.models.spec.sublayers import latent_spec
@@ -74,15 +79,29 @@ def _method_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigErro
             rule = f"does not apply to adapters that start with init_lora_weights {adapters.initial}"
             yield problem(config, f"{SECTION}.{key}", rule, "remove one of the two")
     shapes = matrix_shapes(config.decoder)
-    sizes = [(min(shapes[name]), name) for name in _adapted_names(config.decoder)]
-    smallest, name = min(sizes, default=(adapters.lora_rank, ""))
-    if smallest < adapters.lora_rank:
-        rule = f"{name} has rank {smallest} at most, from which init_lora_weights {adapters.initial} takes the adapter"
-        yield problem(config, f"{SECTION}.lora_rank", rule, f"write at most {smallest}")
+    for layer in config.decoder.layers:
+        for name, adapter in layer_adapters(config.decoder, layer).items():
+            largest = min(shapes[name])
+            if adapter.rank > largest:
+                rule = f"{name} has rank {largest} at most; init_lora_weights {adapters.initial} takes {adapter.rank}"
+                yield problem(config, f"{SECTION}.lora_rank", rule, f"write at most {largest}")
+                return
+
+
+def cell_problems(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for adapters that MindSpore's cells cannot tell apart, which native CPU layers compute."""
+    try:
+        for name in _adapted_names(config.decoder):
+            scales_by_rank(config.decoder, name)
+    except ValueError as error:
+        fix = "give the layers of a matrix one alpha or other ranks, or run it on a CPU with context.mode 0"
+        yield problem(config, f"{SECTION}.alpha_pattern", f"not yet supported here: {error}", fix)
 
 
 def _pattern_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
-    for key, expressions in ((_TARGETS, (adapters.target_modules,)), (_EXCLUDED, adapters.excluding)):
+    patterns = {f"{SECTION}.{key}": getattr(adapters, key) for key in ("rank_pattern", "alpha_pattern")}
+    expressions_of = {_TARGETS: (adapters.target_modules,), _EXCLUDED: adapters.excluding, **patterns}
+    for key, expressions in expressions_of.items():
         try:
             for expression in expressions:
                 read_pattern(expression)
@@ -151,6 +170,11 @@ def adapter_notes(config: Config) -> Iterator[str]:
     for expression in adapters.excluding:
         if not any(adapters.excludes(expression, names) for names in targets):
             yield f"{_EXCLUDED}: {expression!r} excludes nothing that target_modules matches"
+    names = [name for name, _ in adapted_matrices(config.decoder)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        for expression in getattr(adapters, key):
+            if not any(ends_with(expression, name) for name in names):
+                yield f"{SECTION}.{key}: {expression!r} matches none of the adapted matrices, such as {names[0]}"
     yield from _peft_notes(config)
     if not config.load_checkpoint:
         yield f"{SECTION}: load_checkpoint is not set, so the adapters are trained on random base weights"
@@ -185,7 +209,7 @@ def adapters_text(decoder: ModelConfig) -> str:
     method = ""
     if settings.use_rslora:
         method = " (rsLoRA)"
-    return f"rank {adapter.rank}, times {adapter.scale:g}{method}{options}, on{text}"
+    return f"rank {ranks_text(decoder)}, times {factors_text(decoder)}{method}{options}, on{text}"
 
 
 def _target_notes(config: Config, adapters: PetConfig) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -41,6 +41,11 @@ class PetConfig(Section):
     lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
     use_rslora: bool = setting(False, "Scale adapters by lora_alpha / sqrt(lora_rank): rsLoRA (Kalajdzievski 2023).")
     lora_dropout: float = setting(0.0, "Dropout on the input of an adapter.", ge=0, lt=1)
+    rank_pattern: dict[_Expression, Annotated[int, Field(ge=1, le=WIDTH)]] = setting(
+        {}, "Ranks of some matrices: regular expression for the end of a name -> rank. As in PEFT, the first one that"
+        " matches q_proj or model.layers.0.self_attn.q_proj counts. Default: lora_rank for all.")
+    alpha_pattern: dict[_Expression, Annotated[float, Field(gt=0)]] = setting(
+        {}, "lora_alpha of some matrices, as rank_pattern. Default: lora_alpha for all.")
     init_lora_weights: _Initial = setting(
         True, "Values that adapters start with. True: lora_a_std and lora_b_std say it. pissa: principal singular"
         " vectors of the matrix (Meng et al. 2024); pissa_niter_N: approximately, by N iterations. olora: its QR"
@@ -66,8 +71,16 @@ class PetConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Returns the factor on an adapter's output."""
+        """Returns the factor on the output of an adapter that no pattern matches."""
         return self.lora_alpha / self.divisor(self.lora_rank)
+
+    def rank_of(self, name: str) -> int:
+        """Returns the rank of the adapter of a matrix, by its full name in Hugging Face's models."""
+        return first_match(self.rank_pattern, name, self.lora_rank)
+
+    def alpha_of(self, name: str) -> float:
+        """Returns the alpha of the adapter of a matrix, by its full name in Hugging Face's models."""
+        return first_match(self.alpha_pattern, name, self.lora_alpha)
 
     def divisor(self, rank: int) -> float:
         """Returns the number that alpha is divided by: the rank, or with rsLoRA its square root."""
@@ -102,7 +115,13 @@ class PetConfig(Section):
             return self
         alpha = self.lora_alpha * self.divisor(2)
         return self.model_copy(
-            update={"lora_rank": 2 * self.lora_rank, "lora_alpha": alpha, "init_lora_weights": True}
+            update={
+                "lora_rank": 2 * self.lora_rank,
+                "lora_alpha": alpha,
+                "rank_pattern": {pattern: 2 * rank for pattern, rank in self.rank_pattern.items()},
+                "alpha_pattern": {pattern: one * self.divisor(2) for pattern, one in self.alpha_pattern.items()},
+                "init_lora_weights": True,
+            }
         )
 
     @property
@@ -129,11 +148,27 @@ class PetConfig(Section):
         return _is_module(expression, names.others + names.pynative)
 
 
+_Number = TypeVar("_Number", int, float)
+
+
+def first_match(patterns: Mapping[str, _Number], name: str, default: _Number) -> _Number:
+    """Returns the value of the first expression that matches a name, or the part of it that begins after some dot."""
+    return next((value for expression, value in patterns.items() if ends_with(expression, name)), default)
+
+
 # Each name is compared once for a file, not for every micro-batch.
 @lru_cache(maxsize=1 << 14)
 def _is_found(expression: str, names: tuple[str, ...]) -> bool:
     pattern = read_pattern(expression)
     return any(pattern.search(name) for name in names)
+
+
+@lru_cache(maxsize=1 << 14)
+def ends_with(expression: str, name: str) -> bool:
+    """Returns whether an expression matches a name, or the part of it that begins after some dot."""
+    pattern = read_pattern(expression)
+    parts = name.split(".")
+    return any(pattern.fullmatch(".".join(parts[start:])) for start in range(len(parts)))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
@@ -33,11 +33,65 @@ Matrix = TypeVar("Matrix", bound=Any)  # an array or a tensor
 
 
 def adapter_spec(settings: ModelConfig) -> AdapterSpec | None:
-    """Returns what all adapters of a model have in common; None where it has none."""
+    """Returns the adapter of a matrix that no pattern of ranks and alphas matches; None where the model has none.
+
+    Dropout and the kind of initial values are those of all adapters.
+    """
     pet = settings.pet_config
     if pet is None:
         return None
     return AdapterSpec(pet.lora_rank, pet.scale, pet.lora_dropout, pet.lora_a_std, pet.lora_b_std)
+
+
+def layer_adapters(settings: ModelConfig, layer: int) -> dict[str, AdapterSpec]:
+    """Returns the adapters of a layer by the names of their matrices, in forward order."""
+    pet = settings.pet_config
+    common = adapter_spec(settings)
+    if pet is None or common is None:
+        return {}
+    adapters = {}
+    for name in layer_targets(settings, layer):
+        full = layer_prefix(layer) + name
+        rank = pet.rank_of(full)
+        adapters[name] = common._replace(rank=rank, scale=pet.alpha_of(full) / pet.divisor(rank))
+    return adapters
+
+
+def adapted_matrices(settings: ModelConfig) -> Iterator[tuple[str, AdapterSpec]]:
+    """Yields the full name, without its last part, of every adapted matrix, and its adapter."""
+    for layer in settings.layers:
+        for name, adapter in layer_adapters(settings, layer).items():
+            yield layer_prefix(layer) + name, adapter
+
+
+def factors_text(settings: ModelConfig) -> str:
+    """Returns the factors on the outputs of adapters as text: one, or the least and the largest."""
+    return _range_text(adapter.scale for _, adapter in adapted_matrices(settings))
+
+
+def ranks_text(settings: ModelConfig) -> str:
+    """Returns the ranks of adapters as text: one, or the least and the largest."""
+    return _range_text(adapter.rank for _, adapter in adapted_matrices(settings))
+
+
+def _range_text(numbers: Iterable[float]) -> str:
+    ordered = sorted(numbers)
+    ends = dict.fromkeys((f"{ordered[0]:g}", f"{ordered[-1]:g}"))
+    return " to ".join(ends)
+
+
+def scales_by_rank(settings: ModelConfig, name: str) -> dict[int, float]:
+    """Returns the factors on the outputs of a matrix's adapters, by their ranks.
+
+    Cells know of a layer the shapes of its weights alone. Raises a ValueError if layers have adapters of one rank with
+    different factors.
+    """
+    scales: dict[int, float] = {}
+    for layer in settings.layers:
+        adapter = layer_adapters(settings, layer).get(name)
+        if adapter is not None and scales.setdefault(adapter.rank, adapter.scale) != adapter.scale:
+            raise ValueError(f"{name} has adapters of rank {adapter.rank} with different factors")
+    return scales
 
 
 def initial_method(settings: ModelConfig) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.models.spec.adapters import adapter_parameters, adapter_spec, layer_targets, projections
+from trainer.models.spec.adapters import adapter_parameters, adapter_spec, layer_adapters, layer_targets, projections
 from trainer.models.spec.model import AdapterSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, ParameterSpec
 from trainer.models.spec.sublayers import (
     attention_parameters,
@@ -33,10 +33,10 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
     for layer in settings.layers:
         is_mtp = layer >= settings.num_layers
         is_moe = settings.is_moe_layer(layer)
-        targets = layer_targets(settings, layer)
-        kind = (is_mtp, is_moe, settings.has_window(layer), settings.has_rotary(layer), targets)
+        adapters = layer_adapters(settings, layer)
+        kind = (is_mtp, is_moe, settings.has_window(layer), settings.has_rotary(layer), *adapters.items())
         if kind not in kinds:
-            kinds[kind] = _layer_spec(settings, layer, targets)
+            kinds[kind] = _layer_spec(settings, layer, adapters)
         layers.append(kinds[kind])
     return ModelSpec(
         vocabulary=settings.vocab_size,
@@ -68,12 +68,8 @@ def dropout_sites(settings: ModelConfig, layer: int) -> dict[str, int]:
     return sites | {name: first + names.index(name) for name in layer_targets(settings, layer)}
 
 
-def _layer_spec(settings: ModelConfig, layer: int, targets: tuple[str, ...]) -> LayerSpec:
-    """Describes a layer whose adapted projections are `targets`."""
-    adapter = adapter_spec(settings)
-    adapters: dict[str, AdapterSpec] = {}
-    if adapter is not None:
-        adapters = dict.fromkeys(targets, adapter)
+def _layer_spec(settings: ModelConfig, layer: int, adapters: dict[str, AdapterSpec]) -> LayerSpec:
+    """Describes a layer with these adapters, by the names of their matrices."""
     parameters: list[ParameterSpec] = []
     if layer >= settings.num_layers:
         parameters += mtp_parameters(settings.hidden_size)

@@ -198,6 +198,9 @@ def test_defaults_are_those_of_the_documentation() -> None:
         ({"match": "search", "target_modules": ".*"}, ["matches output_layer", "write exclude_layers: 'output_layer'"]),
         ({"lora_a_std": 0}, ["lora_a_std = 0", "greater than 0"]),
         ({"lora_b_std": -0.1}, ["lora_b_std = -0.1", "at least 0"]),
+        ({"rank_pattern": {"k": 0}}, ["rank_pattern.k = 0", "at least 1"]),
+        ({"rank_pattern": {"(": 2}}, ["rank_pattern", "is not a regular expression"]),
+        ({"alpha_pattern": {"q_proj": 0}}, ["alpha_pattern.q_proj = 0", "greater than 0"]),
         ({"init_lora_weights": False}, ["init_lora_weights = False", "must be True, pissa, pissa_niter_N"]),
         ({"init_lora_weights": "pissa_niter_0"}, ["init_lora_weights = 'pissa_niter_0'", "N from 1 to 99"]),
         ({"init_lora_weights": "olora", "lora_b_std": 0.1}, ["lora_b_std = 0.1", "init_lora_weights olora"]),
@@ -373,6 +376,15 @@ def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:
     assert starts in plan_text(some) and "starts with" not in text
     root = plan_text(build_plan(config_of(lora_rank=4, lora_alpha=6, use_rslora=True)))
     assert re.search(r"adapters +rank 4, times 3 \(rsLoRA\), on q_proj", root)
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.*": 4}}
+    some = build_plan(config_of(lora_rank=4, lora_alpha=8, **patterns))
+    assert "rank 2 to 4, times 1 to 4, on q_proj" in plan_text(some)
+    assert some.model.weights == 2 * (64 + 64) * (2 + 3 * 4)
+    assert any("'proj' matches none of the adapted" in note
+               for note in build_plan(config_of(alpha_pattern={"proj": 2})).notes)  # fmt: skip
+    config = load(with_adapters(lora_rank=4, **patterns), "context.mode=1")
+    message = failure(lambda: build_plan(config))
+    assert "alpha_pattern" in message and "q_proj has adapters of rank 2 with different factors" in message
     plus = build_plan(load(with_adapters(), "optimizer.loraplus_lr_ratio=16"))
     assert "loraplus_lr_ratio 16" in plan_text(plus) and "loraplus" not in text
     row = rf"matrices, LoRA\+ +0 +8 +{adapters // 2:,} +times 16\n"
