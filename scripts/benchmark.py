@@ -62,8 +62,8 @@ from benchmark_tools import (  # noqa: E402
     RunFailed,
     conclude,
     last_json,
-    mb,
     median_of,
+    mib,
     paired_ratio,
     run_process,
     run_torch,
@@ -119,9 +119,9 @@ def dense_lines(ours: Sequence[Measurement], eager: Sequence[Measurement], compi
         Line(f"compilation, {deep_layers} / {layers} layers", deep / shallow, 1.5, False,
              f"{deep:.2f} / {shallow:.2f} s: first less a later step"),
         Line("peak memory / allowed", peak / allowed, 1.0, False,
-             f"{mb(peak)} of 1.5 x {mb(eager_peak)} + {mb(IMPORT_ALLOWANCE_BYTES)}"),
+             f"{mib(peak)} of 1.5 x {mib(eager_peak)} + {mib(IMPORT_ALLOWANCE_BYTES)}"),
         Line(f"peak memory, accumulation {ACCUMULATION} / 1", accumulated.peak_rss_bytes / peak, 1.05, False,
-             f"{mb(accumulated.peak_rss_bytes)} / {mb(peak)}"),
+             f"{mib(accumulated.peak_rss_bytes)} / {mib(peak)}"),
     ]
     if bare is None:
         return [*lines, Line("step, trainer / bare loop", None, 1.03, False, "left out")]

@@ -18,8 +18,8 @@ from benchmark_tools import (
     Line,
     RunFailed,
     conclude,
-    mb,
     measure_metrics_file,
+    mib,
     paired_ratio,
     run_process,
 )
@@ -128,7 +128,7 @@ def launch(options: argparse.Namespace, console: Console) -> int:
     whole, part = (
         launched(options, FEW, SETTLING_STEPS + 2, *BIG, *flags)[0][-1]["peak_rss_bytes"] for flags in ((), shared)
     )
-    detail = f"{mb(part)} / {mb(whole)}, vocabulary 32,768"
+    detail = f"{mib(part)} / {mib(whole)}, vocabulary 32,768"
     lines.append(Line(f"memory of a rank, state shared by {FEW} / whole", part / whole, 1.0, False, detail))
     return conclude("launch", "Several ranks", lines, console, steps=jobs)
 

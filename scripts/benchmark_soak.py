@@ -24,7 +24,7 @@ from benchmark_tools import Line, RunFailed, conclude, last_json, run_process  #
 from trainer.config import Override, parse_config  # noqa: E402
 from trainer.monitors.metrics import Monitor, StepMetrics  # noqa: E402
 
-MOST_BYTES_A_STEP = 1000  # 1 MB in 1,000 steps
+_MIB = 1 << 20
 EVERY = 100  # steps between samples
 TINY = {
     "run_mode": "train",
@@ -126,10 +126,10 @@ def growth(samples: Sequence[Sequence[int]]) -> Growth:
 
 
 def soak_lines(name: str, found: Growth) -> list[Line]:
-    detail = (f"{found.bytes_a_step * found.steps / 1e6:.2f} MB in {found.steps} steps; the heap "
-              f"{found.heap_bytes_a_step / 1000:.3f} MB per 1,000 steps")
+    detail = (f"{found.bytes_a_step * found.steps / _MIB:.2f} MiB in {found.steps} steps; the heap "
+              f"{1000 * found.heap_bytes_a_step / _MIB:.3f} MiB per 1,000 steps")
     more = f"{found.files:+d} files, {found.threads:+d} threads"
-    return [Line(f"{name}: MB per 1,000 steps", found.bytes_a_step / 1000, MOST_BYTES_A_STEP / 1000, False, detail),
+    return [Line(f"{name}: MiB per 1,000 steps", 1000 * found.bytes_a_step / _MIB, 1, False, detail),
             Line(f"{name}: more files or threads", max(found.files, found.threads), 0, False, more)]
 
 

@@ -16,8 +16,8 @@ from benchmark_tools import (
     Measurement,
     conclude,
     last_json,
-    mb,
     median_of,
+    mib,
     paired_ratio,
     run_process,
     run_trainer,
@@ -49,7 +49,7 @@ def accumulation_lines(runs: Mapping[int, Sequence[Measurement]]) -> list[Line]:
         lines.append(Line(f"time per token, accumulation {number} / 1", ratio, 1.03, False, detail))
     peaks = {number: median_of(group, lambda run: run.peak_rss_bytes) for number, group in runs.items()}
     most = max(runs)
-    detail = f"{mb(peaks[most])} / {mb(peaks[1])}"
+    detail = f"{mib(peaks[most])} / {mib(peaks[1])}"
     return [*lines, Line(f"peak memory, accumulation {most} / 1", peaks[most] / peaks[1], 1.05, False, detail)]
 
 
@@ -75,7 +75,7 @@ def activation_bytes(many: Measurement, few: Measurement) -> float:
 
 def memory_line(title: str, limit: float, with_it: float, without: float) -> Line:
     name = f"activations of {RECOMPUTE_LAYERS} layers, {title}"
-    return Line(name, with_it / without, limit, False, f"{mb(with_it)} / {mb(without)}")
+    return Line(name, with_it / without, limit, False, f"{mib(with_it)} / {mib(without)}")
 
 
 def step(options: argparse.Namespace, console: Console) -> int:

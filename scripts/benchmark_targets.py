@@ -27,7 +27,7 @@ from benchmark_tools import (
     conclude,
     cpu_seconds,
     last_json,
-    mb,
+    mib,
     paired_ratio,
     run_process,
     run_torch,
@@ -173,7 +173,7 @@ def dense_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
     ceilings = [each["ceiling"] for each in rounds]
     yield ratio_line("share of the float32 product peak", 0.65, reached, ceilings, "GFLOP/s")
     peak, other = peaks(rounds, "trainer"), peaks(rounds, "eager")
-    detail = f"{mb(peak)} - {mb(IMPORT_ALLOWANCE_BYTES)} / {mb(other)}"
+    detail = f"{mib(peak)} - {mib(IMPORT_ALLOWANCE_BYTES)} / {mib(other)}"
     yield Line("peak memory less MindSpore's import / PyTorch's", (peak - IMPORT_ALLOWANCE_BYTES) / other, 1.1, False,
                detail)  # fmt: skip
     evaluated = [each["trainer"].eval_tokens_per_second for each in rounds]
@@ -229,7 +229,7 @@ def memory(run: Programs) -> Figures:
 
 def memory_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
     peak = peaks(rounds, "trainer")
-    detail = f"{mb(peak)} / {mb(VOCABULARY_PEAK_BEFORE)}"
+    detail = f"{mib(peak)} / {mib(VOCABULARY_PEAK_BEFORE)}"
     yield Line("peak memory, vocabulary 32,768, against before", peak / VOCABULARY_PEAK_BEFORE, 0.6, False, detail)
 
 
@@ -249,8 +249,8 @@ def lora_memory(run: Programs) -> Figures:
 
 
 def lora_memory_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
-    name, detail = "peak memory, LoRA of Qwen3-0.6B, GB", "512 tokens in float32"
-    yield Line(name, peaks(rounds, "trainer") / 1e9, LORA_QWEN3_PEAK_OF_PEFT / 1e9, False, detail)
+    name, detail = "peak memory, LoRA of Qwen3-0.6B, GiB", "512 tokens in float32"
+    yield Line(name, peaks(rounds, "trainer") / (1 << 30), LORA_QWEN3_PEAK_OF_PEFT / (1 << 30), False, detail)
 
 
 def large(run: Programs) -> Figures:

@@ -118,8 +118,8 @@ class Line:
         return "FAIL" if self.binding else "not yet"
 
 
-def mb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e6:.0f} MB"
+def mib(size_bytes: float) -> str:
+    return f"{size_bytes / (1 << 20):.0f} MiB"
 
 
 def run_process(command: Sequence[str | Path], environment: dict[str, str] | None = None) -> str:

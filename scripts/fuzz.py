@@ -112,7 +112,7 @@ def _judge(attempt: Attempt, rng: random.Random) -> tuple[str, str]:
     except _Hang as error:
         return "a hang", str(error)
     except MemoryError:
-        return f"more than {_MEMORY_BYTES >> 30} GB", traceback.format_exc()
+        return f"more than {_MEMORY_BYTES >> 30} GiB", traceback.format_exc()
     except BaseException:  # noqa: BLE001  # a library may raise more than an Exception
         return "a traceback", traceback.format_exc()
     if "Traceback (most recent call last)" in shown.getvalue():

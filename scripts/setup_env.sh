@@ -173,7 +173,7 @@ show_progress() {
                 "Collecting "*) count=$((count + 1)) && doing="${line#Collecting }" && doing="${doing%% (from *}" ;;
                 *"Downloading "*" MB)") doing="${line#*Downloading }" ;;
                 *"Downloading "*" GB)") doing="${line#*Downloading }" ;;
-                "Installing collected packages"*mindspore*) doing="unpacking, 2.8 GB for MindSpore: about a minute" ;;
+                "Installing collected packages"*mindspore*) doing="unpacking, 2.6 GiB for MindSpore: about a minute" ;;
                 "Installing collected packages"*) doing="unpacking" ;;
                 *) continue ;;
             esac

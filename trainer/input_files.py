@@ -81,6 +81,15 @@ def user_path(path: str | Path, where: str, key: str = "") -> Path:
     return Path(path).expanduser()
 
 
+def unwritable_reason(folder: str | Path) -> str:
+    """Returns why nothing can be created in an existing folder: ``Read-only file system``; empty if it can be."""
+    if os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        return ""
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return os.strerror(errno.EROFS)
+    return os.strerror(errno.EACCES)
+
+
 def missing_path_reason(path: str | Path) -> str:
     """Returns why a path cannot be found, to follow the words "the path": ``does not exist``; empty if it exists."""
     try:

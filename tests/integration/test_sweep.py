@@ -83,7 +83,16 @@ def test_the_folder_of_a_run_is_no_folder_of_a_sweep(home: Path):
     (home / "taken" / "runs" / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="holds a run(.|\n)*give the sweep a folder of its own"):
         sweep(home, "taken", "--grid", "seed=1,2")
-    assert os.listdir(home / "taken" / "runs") == ["metrics.jsonl"]
+    with pytest.raises(UserError, match="is within the folder of a run (.|\n)*give the sweep a folder of its own"):
+        sweep(home, "taken/runs/below", "--grid", "seed=1,2")
+    assert not (home / "taken" / "runs" / "below" / "runs").exists()
+    point = home / "free" / "runs" / "seed=1"
+    point.mkdir(parents=True)
+    for name, text in (("metrics.jsonl", ""), ("config.yaml", "a: [")):
+        (point / name).write_text(text)
+    with pytest.raises(UserError, match="seed=1: (.|\n)*a run whose config.yaml cannot be read"):
+        sweep(home, "free", "--grid", "seed=1,2")
+    assert sorted(os.listdir(point)) == ["config.yaml", "metrics.jsonl"] and os.listdir(point.parent) == ["seed=1"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED
+from trainer.input_files import unwritable_reason
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -242,8 +243,8 @@ def check_disk(output_dir: Path) -> Check:
         existing = existing.parent
     if not existing.is_dir():
         return Check("disk", "fail", f"{existing} is a file", "choose another output_dir")
-    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        return Check("disk", "fail", f"{existing} is not writable", "choose another output_dir")
+    if reason := unwritable_reason(existing):
+        return Check("disk", "fail", f"{existing} is not writable: {reason}", "choose another output_dir")
     free_bytes = shutil.disk_usage(existing).free
     text = f"{free_bytes / _GIB:.1f} GiB free for {output_dir}"
     if free_bytes < _GIB // 4:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.degrees import ulysses_degree
-from trainer.config.checks.parallel import zero_level
+from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto, zero_level
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.checks.qk_clip import clips_queries, unsupported_clip
 from trainer.config.device_defaults import apply_device_defaults
@@ -19,20 +19,38 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.schema.moe import MoEConfig
     from trainer.parallel.mesh import Degrees
+    from trainer.parallel.world import World
 
 _MODEL = "model.model_config"
 
 
+def samples_text(config: Config, world: World, device: str) -> bool:
+    """Returns whether a training continues `sample_prompt`; without it the weights are the same."""
+    if not config.trains or not config.sample_prompt or runs_semi_auto(config, world):
+        return False
+    return device != "Ascend" or not _divided(parallel_degrees(config, world))
+
+
+def sample_notes(config: Config, world: World, device: str) -> Iterator[str]:
+    """Yields a note if the ranks of an Ascend do not continue `sample_prompt`."""
+    divided = _divided(parallel_degrees(config, world))
+    is_asked = config.trains and config.sample_prompt and not runs_semi_auto(config, world)
+    if is_asked and device == "Ascend" and divided:
+        yield (f"sample_prompt: not used, ranks of an Ascend that divide a model ({divided[0]}) generate no text; add"
+               " --run_mode predict --use_parallel False to generate from the checkpoints")
+
+
+def _divided(degrees: Degrees) -> list[str]:
+    """Returns the kinds of parallelism that divide a model."""
+    return [name for name, size in degrees._asdict().items() if size > 1 and name != "data_parallel"]
+
+
 def ascend_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """Yields the configuration errors of a job with these parallel degrees in explicit mode on an Ascend."""
-    divided = [name for name, size in degrees._asdict().items() if size > 1 and name != "data_parallel"]
+    divided = _divided(degrees)
     if divided and config.run_mode in ("predict", "chat"):
         fix = "set it to 1, or add --use_parallel False to run alone"
         yield problem(config, f"parallel_config.{divided[0]}", "prediction shards a model on CPUs only", fix)
-    if divided and config.trains and config.sample_prompt:
-        rule = f"ranks that divide a model ({divided[0]}) generate text on CPUs alone"
-        fix = "leave it out, and generate from the checkpoints: --run_mode predict --use_parallel False"
-        yield problem(config, "sample_prompt", rule, fix)
     if degrees.pipeline_stage > 1:
         yield from _pipeline_problems(config, degrees)
     if config.decoder.experts is not None:

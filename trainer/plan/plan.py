@@ -40,6 +40,7 @@ from trainer.optim.freeze import freeze_notes, trained_shapes
 from trainer.optim.groups import ParameterGroup, matching_parameters, parameter_groups, unmatched_decay_rules
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
+from trainer.plan.ascend import sample_notes
 from trainer.plan.division import ShardingPlan, sharding_plan
 from trainer.plan.experts import experts_plan, inactive_weights
 from trainer.plan.flops import flops_per_sequence
@@ -388,7 +389,7 @@ def _open_data(
 def _notes(
     config: Config, world: World, backend: ExecutionMode, device: str, memory_bytes: Mapping[str, int]
 ) -> list[str]:
-    notes = [*backend.notes(), *device_notes(config, device)]
+    notes = [*backend.notes(), *device_notes(config, device), *sample_notes(config, world, device)]
     notes += [*dtype_notes(config, precision_of(config, device, world), device), *freeze_notes(config)]
     notes += _unmatched_pattern_notes(config)
     if config.trains:

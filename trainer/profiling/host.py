@@ -172,7 +172,7 @@ def profile_table(title: str, rows: Iterable[tuple[Key, RegionCost]]) -> Table:
 
     table = Table(title=title)
     rows = list(rows)
-    for name in ("part", "pass", "ms", "share", "calls", "MB", "GB/s", "GFLOP/s"):
+    for name in ("part", "pass", "ms", "share", "calls", "MiB", "GiB/s", "GFLOP/s"):
         if name in ("part", "pass"):
             table.add_column(name)
         else:
@@ -182,7 +182,7 @@ def profile_table(title: str, rows: Iterable[tuple[Key, RegionCost]]) -> Table:
         cells = [key.name, key.direction, f"{1000 * cost.seconds:.1f}", f"{cost.seconds / total:.1%}", str(cost.calls)]
         seconds = cost.seconds or math.inf
         if cost.bytes:
-            cells += [f"{cost.bytes / 1e6:.0f}", f"{cost.bytes / seconds / 1e9:.0f}"]
+            cells += [f"{cost.bytes / (1 << 20):.0f}", f"{cost.bytes / seconds / (1 << 30):.1f}"]
         else:
             cells += ["", ""]
         if cost.operations:

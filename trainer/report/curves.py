@@ -275,32 +275,46 @@ class Metrics:
 
 
 class MetricsReader:
-    """Reads a metrics file while it grows: each `read` adds the lines that were written since the last one."""
+    """Reads a metrics file while it grows: each `read` adds the lines that were written since the last one.
+
+    Attributes:
+        problem: Why the file exists and could not be read; empty if it could.
+        is_cut: Whether the last line is incomplete: it is being written, or the process ended within it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = Metrics()
+        self.problem = ""
+        self.is_cut = False
         self._inode = 0
         self._read_bytes = 0
         self._read_lines = 0
 
     def read(self) -> Metrics:
-        """Returns the content of the file now; no content if it is missing. An incomplete last line is read next time.
+        """Returns the content of the file now; no content if it is missing or cannot be read.
 
-        Raises:
-            OSError: The file cannot be read.
+        An incomplete last line is read next time.
         """
+        self.problem = ""
         try:
-            status = self.path.stat()
+            self._read_new_lines()
         except FileNotFoundError:
             self._begin(0)
-            return self.metrics
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+        return self.metrics
+
+    def _read_new_lines(self) -> None:
+        status = self.path.stat()
+        self.is_cut = False
         if status.st_ino != self._inode or status.st_size < self._read_bytes:  # the file was replaced or cut
             self._begin(status.st_ino)
         with self.path.open("rb") as file:
             file.seek(self._read_bytes)
             for line in file:
                 if not line.endswith(b"\n"):
+                    self.is_cut = True
                     break
                 self._read_bytes += len(line)
                 self._read_lines += 1
@@ -309,7 +323,6 @@ class MetricsReader:
                     self.metrics.add(record)
                 elif line.strip():
                     self.metrics.damaged.append(self._read_lines)
-        return self.metrics
 
     def _begin(self, inode: int) -> None:
         self.metrics = Metrics()

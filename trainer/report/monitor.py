@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -47,11 +48,12 @@ class ReportMonitor(Monitor):
         self._attempt(PICTURE, lambda: draw_report(self._reader.read(), self._folder / PICTURE))
 
     def _write_at_intervals(self) -> None:
-        while not self._ended.wait(self._interval):
-            try:
+        """Writes the report at once, so that a resumed run leaves none that says how it ended before, and so on."""
+        while True:
+            with contextlib.suppress(Exception):  # the last report, at the end of the run, notes such an error
                 self._write_html()
-            except Exception:  # the last report, at the end of the run, notes such an error
-                continue
+            if self._ended.wait(self._interval):
+                return
 
     def _attempt(self, name: str, write: Callable[[], object]) -> None:
         try:

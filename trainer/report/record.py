@@ -134,17 +134,18 @@ class RunReader:
         self._config: tuple[Config | None, dict[str, Any], str] = (None, {}, "")
 
     def read(self) -> RunData:
-        """Returns the content of the folder now. `metrics` is the same object every time.
+        """Returns the content of the folder now. `metrics` is the same object until the file is replaced.
 
-        Raises:
-            OSError: metrics.jsonl exists and cannot be read.
+        A file that cannot be read becomes a note.
         """
         starts, starts_note = read_starts(self.folder)
         metrics = self._metrics.read()
         config, settings, config_note = self._read_config()
-        notes = config_note, starts_note, _metrics_note(self.folder / METRICS_FILE, metrics)
         updated = _modified(self.folder / METRICS_FILE)
         state, outcome = _state(starts, updated)
+        notes = [config_note, starts_note, _metrics_note(self.folder / METRICS_FILE, metrics)]
+        if state != "running":
+            notes.append(_missing_steps_note(self.folder / METRICS_FILE, self._metrics, starts))
         return RunData(
             folder=self.folder,
             config=config,
@@ -163,8 +164,10 @@ class RunReader:
         path = self.folder / CONFIG_FILE
         try:
             status = path.stat()
-        except OSError:
+        except FileNotFoundError:
             return None, {}, ""
+        except OSError as error:
+            return None, {}, f"{path}: cannot be read: {error.strerror}; the run is shown without its settings"
         if (status.st_mtime_ns, status.st_ino) != self._config_stamp:
             self._config_stamp = status.st_mtime_ns, status.st_ino
             self._config = _read_config(path)
@@ -172,7 +175,7 @@ class RunReader:
 
 
 def read_run(folder: Path) -> RunData:
-    """Returns the content of a run folder. Raises OSError if metrics.jsonl exists and cannot be read."""
+    """Returns the content of a run folder; a file that cannot be read becomes a note."""
     return RunReader(folder).read()
 
 
@@ -193,6 +196,18 @@ def _read_config(path: Path) -> tuple[Config | None, dict[str, Any], str]:
         if settings:
             consequence = "its settings are shown as they are written"
         return None, settings, f"{reason.strip().rstrip('.')}; {consequence}"
+
+
+def _missing_steps_note(path: Path, reader: MetricsReader, starts: tuple[RunStart, ...]) -> str:
+    """Returns a note if the metrics of a run that has ended lack steps that it did, or end within a line."""
+    if reader.problem:
+        return f"{path}: cannot be read: {reader.problem}; the run is shown without its steps"
+    end_step = max((start.end_step for start in starts), default=0)
+    if reader.metrics.last_step < end_step:
+        return f"{path}: ends at step {reader.metrics.last_step}, but the run ended at step {end_step}"
+    if reader.is_cut:
+        return f"{path}: the last line is cut short and was skipped"
+    return ""
 
 
 def _metrics_note(path: Path, metrics: Metrics) -> str:

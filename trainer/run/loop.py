@@ -23,7 +23,7 @@ from trainer.checkpoint.state import Position
 from trainer.checkpoint.store import check_checkpoint_folder, rename_old_checkpoints
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
-from trainer.config.checks.parallel import resolve_for_job, runs_semi_auto
+from trainer.config.checks.parallel import resolve_for_job
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
@@ -37,6 +37,7 @@ from trainer.monitors.training_state import TrainingStateLog, TrainingStateRecor
 from trainer.ops.select import kernel_notes, on_arrays
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.world import World, world_from_environment
+from trainer.plan.ascend import samples_text
 from trainer.plan.render import plan_text
 from trainer.report.monitor import ReportMonitor
 from trainer.report.samples import SAMPLES_FILE
@@ -131,7 +132,7 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
     if world.rank == 0 and base is None:
         files = folder_files(config)
     sampler = None
-    if config.sample_prompt and not runs_semi_auto(config, world):
+    if samples_text(config, world, plan.device):
         sampler = Sampler(config)
     with contextlib.ExitStack() as locks:
         if world.rank == 0:

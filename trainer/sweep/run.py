@@ -78,9 +78,12 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
     overrides = [override for override in arguments.overrides if override.key != "output_dir"]
     shared_flags = [flag for override in overrides for flag in _as_flag(override, base)]
     root = Path(base.output_dir).expanduser()
-    if is_run_folder(root):
+    place = root.resolve()
+    if taken := next((folder for folder in (place, *place.parents) if is_run_folder(folder)), None):
         fix = "give the sweep a folder of its own with --output_dir"
         rule = "holds a run, and the runs of a sweep would be mixed with its files"
+        if taken != place:
+            rule = f"is within the folder of a run ({taken}), whose files the sweep would be mixed with"
         raise UserError(rule, where=base.source.where("output_dir"), key="output_dir", value=base.output_dir, fix=fix)
     runs: list[SweepRun] = []
     problems: list[str] = []
@@ -135,8 +138,10 @@ def _classify_run(folder: Path, point: SweepPoint, prepared: PreparedRun, argume
     settings = {key: value for key, value in flatten(plain_values(prepared.config)) if key not in _MAY_DIFFER}
     recorded = {key: value for key, value in record.settings.items() if key not in _MAY_DIFFER}
     differing = [key for key in settings | recorded if settings.get(key) != recorded.get(key)]
-    if recorded and differing:
+    if differing:
         rule = f"its folder has a run with another {', '.join(differing[:5])}"
+        if not recorded:
+            rule = "its folder has a run whose config.yaml cannot be read, so it may be another one"
         raise UserError(rule, key="output_dir", value=str(folder), fix="give the sweep another --output_dir")
     if record.state == "running":
         raise UserError("this run is still running", key="output_dir", value=str(folder), fix="wait for it, or end it")

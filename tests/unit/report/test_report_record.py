@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 from monitor_helpers import run_info, step_metrics
 
+from trainer.cli.main import dispatch
 from trainer.config.read.dump import flatten
 from trainer.errors import RunError
 from trainer.monitors.metrics import Totals
 from trainer.report import curves as curves_module
 from trainer.report.curves import MetricsReader, Pause, Skipped
+from trainer.report.page import report_data
 from trainer.report.record import RunReader, is_run_folder, read_run
 from trainer.report.starts import RunStart, StartMonitor, git_commit, process_start, read_starts
 
@@ -216,6 +219,37 @@ def test_a_damaged_run_file_is_as_none(tmp_path: Path, content: str) -> None:
     record = read_run(tmp_path)
     assert (record.state, record.starts, record.resumes, record.start_time) == ("unknown", (), (2,), None)
     assert (record.step, record.last_step) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("config.yaml", b"a: [", "config.yaml:1: not valid YAML.*the run is shown without its settings"),
+        ("config.yaml", b"\xff", "config.yaml:1: byte 0xff is not UTF-8 text"),
+        ("metrics.jsonl", b'{"step": 1}\n{"st\n', "metrics.jsonl:2: the line is damaged and was skipped"),
+        ("metrics.jsonl", b'{"step": 1', "metrics.jsonl: ends at step 0, but the run ended at step 2"),
+        ("metrics.jsonl", b'{"step": 2, "loss": 1.0}\n{"ste', "metrics.jsonl: the last line is cut short"),
+        ("metrics.jsonl", None, "metrics.jsonl: cannot be read: Is a directory; the run is shown without its steps"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_a_note_of_runs_and_of_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture, name: str, content: bytes | None, note: str
+) -> None:
+    monitor = begin(tmp_path)
+    for step in (1, 2):
+        monitor.on_step(step_metrics(step))
+    end(monitor, "finished")
+    write_lines(tmp_path / "metrics.jsonl", *steps(1, 2))
+    assert read_run(tmp_path).notes == ()
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is None:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_bytes(content)
+    assert dispatch(["runs", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert re.search(note, printed.err) and tmp_path.name in printed.out
+    assert any(re.search(note, shown) for shown in report_data(read_run(tmp_path))["notes"])
 
 
 def test_a_date_that_is_none(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def _no_capacity_reason(config: Config) -> str:
     return f"capacity_factor is {factor:g}, so no token is dropped"
 
 
-def _is_resume_recorded(config: Config) -> bool:
-    """Returns whether resume_training comes from the config.yaml of a run, not from a flag."""
-    return config.source.is_of_run and not config.source.where("resume_training").startswith("flag")
+def _is_recorded(config: Config, key: str) -> bool:
+    """Returns whether a key comes from the config.yaml of a run, not from a flag."""
+    return config.source.is_of_run and not config.source.where(key).startswith("flag")
 
 
 def _has_float32_products(config: Config) -> bool:
@@ -123,9 +123,12 @@ _UNUSED = (
     _Unused("eval_dataset", "held_out", lambda c: c.eval_dataset is not None,
             "only train_dataset has a held-out split"),
     _Unused("", "predict_data chat", lambda c: c.run_mode != "predict", _run_mode),
-    _Unused("", "resume_training", lambda c: not c.trains and not _is_resume_recorded(c), _run_mode),
+    _Unused("", "resume_training", lambda c: not c.trains and not _is_recorded(c, "resume_training"), _run_mode),
     _Unused("", "src_strategy_path_or_dir", lambda c: not c.load_checkpoint, "load_checkpoint is empty"),
     _Unused("", "freeze", lambda c: not c.trains and not c.source.is_of_run, _run_mode),
+    _Unused("", "sample_prompt", lambda c: not c.trains and not _is_recorded(c, "sample_prompt"), _run_mode),
+    _Unused("", "profile", lambda c: not c.trains and not _is_recorded(c, "profile"), _run_mode),
+    _Unused("", "do_eval", lambda c: c.run_mode in ("predict", "chat") and not _is_recorded(c, "do_eval"), _run_mode),
     _Unused("runner_wrapper", "clip_value", lambda c: c.trains and c.runner_wrapper.use_clip_grad
             and c.runner_wrapper.clip_type == "norm", "runner_wrapper.clip_type is norm"),
     _Unused("runner_wrapper", "max_grad_norm clip_by_group", lambda c: c.trains and c.runner_wrapper.use_clip_grad
@@ -198,7 +201,7 @@ def _unused(config: Config) -> Iterator[str]:
     return (f"{', '.join(names)}: not used, {because}" for because, names in keys.items())
 
 
-_LEAKS = Note("context.mode 1 is for debugging: on a CPU, MindSpore leaks about 0.1 MB of memory for each layer and"
+_LEAKS = Note("context.mode 1 is for debugging: on a CPU, MindSpore leaks about 0.1 MiB of memory for each layer and"
               " micro-batch; context.mode 0 does not", "ignored")
 
 

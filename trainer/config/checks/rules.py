@@ -20,7 +20,7 @@ from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import Config
 from trainer.config.schema.runner import LossScaleSection
 from trainer.config.stages import stage_problems
-from trainer.input_files import missing_path_reason
+from trainer.input_files import missing_path_reason, unwritable_reason
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -200,10 +200,10 @@ def _output_dir(config: Config) -> Iterator[ConfigError]:
         if existing != folder:
             rule = f"{existing} {rule}"
         yield problem(config, "output_dir", rule, "give another --output_dir")
-    elif existing is not None and not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
-        rule = "cannot be written"
+    elif existing is not None and (reason := unwritable_reason(existing)):
+        rule = f"cannot be written: {reason}"
         if existing != folder:
-            rule = f"cannot be created: {existing} cannot be written"
+            rule = f"cannot be created in {existing}: {reason}"
         fix = "give another --output_dir, or make the folder writable"
         yield problem(config, "output_dir", rule, fix)._replace(is_absent=True)
 

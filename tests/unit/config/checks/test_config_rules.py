@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 from config_helpers import BASE, CLASSIFIER, error_of, failure, load, notes
 
 from trainer.config import preflight
+from trainer.device.doctor import check_disk
 
 SIZES = "model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300}\n"
 
@@ -259,6 +261,8 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ),
         ("predict_data: x\n", ["predict_data: not used, run_mode is train"]),
         ("run_mode: eval\nresume_training: True\n", ["resume_training True: not used"]),
+        ("run_mode: eval\nsample_prompt: x\nprofile: True\n", ["sample_prompt, profile True: not used, run_mode is e"]),
+        ("run_mode: predict\ndo_eval: True\n", ["do_eval True: not used, run_mode is predict"]),
         (
             "runner_wrapper: {use_clip_grad: True, clip_type: value, max_grad_norm: 2.0, clip_by_group: True}\n",
             ["max_grad_norm 2.0, runner_wrapper.clip_by_group True: not used, runner_wrapper.clip_type is value"],
@@ -370,6 +374,21 @@ def test_an_output_dir_that_is_a_file(tmp_path):
     file.write_text("")
     assert "is a file, not a folder" in run_error(BASE, f"output_dir={file}")
     assert f"{file} is a file" in run_error(BASE, f"output_dir={file / 'below'}")
+
+
+def test_a_read_only_disk_is_named(tmp_path):
+    """As one without permission; needs the right to mount, which continuous integration may lack."""
+    command = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    try:
+        message = run_error(BASE, f"output_dir={tmp_path / 'run'}")
+        assert f"cannot be created in {tmp_path}: Read-only file system" in message
+        assert f"output_dir = '{tmp_path}': cannot be written: Read-only file system" in run_error(
+            BASE, f"output_dir={tmp_path}")
+        assert check_disk(tmp_path / "run").found == f"{tmp_path} is not writable: Read-only file system"
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import SINGLE_PROCESS, world_of
-from trainer.plan.ascend import ascend_problems
+from trainer.plan.ascend import ascend_problems, sample_notes, samples_text
 from trainer.run.plan_file import world_from_degrees
 from trainer.run.prepare import build_plan, select_execution_mode
 from trainer.semi_auto.rules import semi_auto_problems
@@ -196,6 +196,16 @@ def test_semi_automatic_mode_generates_no_samples_and_says_so() -> None:
     assert "sample_prompt: not used, semi-automatic mode generates no text" in said
 
 
+@pytest.mark.parametrize(("degrees", "samples"), [("{model_parallel: 8}", False), ("{data_parallel: 8}", True)])
+def test_ranks_of_an_ascend_that_divide_a_model_train_without_samples_and_say_so(degrees: str, samples: bool) -> None:
+    config = load(f"{BASE}parallel_config: {degrees}\nuse_parallel: True\n", "sample_prompt=a")
+    select_execution_mode(config, EIGHT).check_device("Ascend")
+    assert [samples_text(config, EIGHT, device) for device in ("CPU", "Ascend")] == [True, samples]
+    said = "".join(sample_notes(config, EIGHT, "Ascend"))
+    assert said.startswith("sample_prompt: not used, ranks of an Ascend that divide a model (model_p") is not samples
+    assert not "".join(sample_notes(config, EIGHT, "CPU"))
+
+
 def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     text = "parallel: {parallel_mode: 1, parallel_fallback: explicit}\n"
     config = load(BASE + "use_parallel: True\n" + text)
@@ -327,7 +337,6 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
         ),
         ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "prediction shards a model on CPUs only"),
         ("{model_parallel: 2}\nrun_mode: predict", "", "model_parallel = 2: prediction shards a model on CPUs only"),
-        ("{model_parallel: 2}\nsample_prompt: a", "", "sample_prompt = 'a': ranks that divide a model (model_p"),
     ],
 )
 def test_what_explicit_mode_cannot_do_on_an_ascend_is_refused(text: str, model: str, said: str) -> None:
