@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.schema.data import EVAL, TRAIN, HuggingFaceLoader, MegatronLoader
+from trainer.config.schema.data import EVAL, TRAIN, HuggingFaceLoader, MegatronLoader, SftLoader
 from trainer.smoke.changes import Change, Setup, change_key
 from trainer.smoke.model import seq_length, small_vocabulary
 from trainer.smoke.training import rows_of_a_step, smoke_batch_size
@@ -131,6 +131,8 @@ def _file_changes(config: Config, key: str, folder: Path, why: str) -> Iterator[
             yield from change_key(config, f"{key}.sources.{number}.path", str(folder / f"{number}.{ending}"), why)
         if not loader.sources:
             yield from change_key(config, f"{key}.dataset_dir", str(folder / f"rows.{ending}"), why)
+        if isinstance(loader, SftLoader):
+            yield from change_key(config, f"{key}.tokenizer", None)
 
 
 def _mindrecord(config: Config, key: str, folder: Path, why: str) -> Iterator[Change]:

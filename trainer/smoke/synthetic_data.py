@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config import Config
-from trainer.config.schema.data import HuggingFaceLoader, MegatronLoader
+from trainer.config.schema.data import HuggingFaceLoader, MegatronLoader, SftLoader
+from trainer.data.source.columns import record_columns
 from trainer.data.source.compression import open_content
 from trainer.data.source.files import RECORDS
 from trainer.data.source.find import find_sources
@@ -198,7 +199,7 @@ def _records(config: Config, section: str, rows: int, draw: random.Random) -> It
 
 def _column_names(loader: Any) -> dict[str, str]:
     """Maps our name of a field to the file's column that contains it."""
-    columns = dict(loader.columns)
+    columns = record_columns(loader)
     for kind, step in handler_steps(getattr(loader, "handler", [])):
         if kind == "rename_column":
             columns[step.get("new_column_name", "")] = step.get("original_column_name", "")
@@ -210,6 +211,10 @@ def _form(config: Config, section: str) -> str:
     text."""
     loader = getattr(config, section).data_loader
     if any(kind == "AlpacaInstructDataHandler" for kind, _ in handler_steps(getattr(loader, "handler", []))):
+        return "instruction"
+    if isinstance(loader, SftLoader) and loader.holds_chats:
+        return "conversations"
+    if isinstance(loader, SftLoader) and loader.dataset_name in ("alpaca", "multi-instruct-dyn"):
         return "instruction"
     named = _column_names(loader)
     for form in _FORMS:

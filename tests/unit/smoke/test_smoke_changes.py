@@ -280,7 +280,7 @@ def test_a_small_model_stays_as_it_is():
 
 
 def test_an_evaluation_of_another_kind_is_left_out():
-    text = DENSE.replace("{type: MindDataset, dataset_dir: '/nowhere/eval'}", "{type: ADGenDataLoader}")
+    text = DENSE.replace("{type: MindDataset, dataset_dir: '/nowhere/eval'}", "{type: SQuADDataLoader}")
     config, _ = small(text)
     assert config.eval_dataset is None and not config.do_eval
 

@@ -53,6 +53,12 @@ def form_of(text: str, tmp_path: Path) -> str:
         ("{type: JsonlDataset, dataset_dir: /nowhere, columns: {output: answer}}", "train", "instruction input answer"),
         ("{type: HFDataLoader, path: own/data, split: train, handler: [{type: rename_column, original_column_name: q,"
          " new_column_name: prompt}]}", "train", "q completion"),
+        ("{type: ADGenDataLoader, dataset_dir: /nowhere/train.json, phase: train, origin_columns: [q, a]}", "train",
+         "q input a"),
+        ("{type: SFTDataLoader, dataset_dir: /nowhere/a.json, dataset_name: multi-round-chat, tokenizer: {type: A},"
+         " map_function_kwargs: {data_field: talk}}", "finetune", "talk"),
+        ("{type: SFTDataLoader, dataset_dir: /nowhere/a.json, dataset_name: alpaca}", "train",
+         "instruction input output"),
     ],
 )  # fmt: skip
 def test_records_have_the_form_that_the_file_reads(tmp_path, loader, mode, form):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from trainer.config.checks.adapters import adapter_notes
+from trainer.config.checks.loaders import loader_notes
 from trainer.config.checks.moe import capacity_factor, watched_keys, watches_drop_rate
 from trainer.config.checks.parallel import (
     DATA_PARALLEL,
@@ -210,7 +211,8 @@ def rule_notes(config: Config, device: str) -> list[str]:
     unused = [Note(text, "ignored") for text in _unused(config)]
     dtypes = [Note(text, "dtype") for text in _precision(config, device)]
     recomputed = [Note(text, "ignored") for text in recompute_notes(config)]  # the numbers are the same
-    return [*unused, *dtypes, *_run(config), *_mixture(config), *adapter_notes(config), *recomputed]
+    return [*unused, *dtypes, *_run(config), *_mixture(config), *adapter_notes(config), *loader_notes(config),
+            *recomputed]
 
 
 def mode_notes(config: Config, world: World, device: str) -> Iterator[Note]:

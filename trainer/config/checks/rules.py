@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.config.checks.adapters import adapter_file_problems
+from trainer.config.checks.loaders import loader_problems, loader_tokenizer_problems
 from trainer.config.checks.model import model_problems
 from trainer.config.checks.moe import callback_problems, moe_problems
 from trainer.config.checks.parallel import parallel_problems, runs_semi_auto
@@ -32,7 +33,8 @@ _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 def rule_problems(config: Config) -> list[ConfigError]:
     """Returns the errors for keys that contradict each other."""
     rules = (
-        model_problems, moe_problems, callback_problems, stage_problems, _schedule, _training, _records, _profiles,
+        model_problems, moe_problems, callback_problems, stage_problems, loader_problems, _schedule, _training,
+        _records, _profiles,
     )  # fmt: skip
     return [error for rule in rules for error in rule(config)]
 
@@ -131,7 +133,8 @@ def preflight(config: Config, world: World = SINGLE_PROCESS, backend_problems: S
 
 def run_problems(config: Config, world: World) -> list[ConfigError]:
     """Returns the errors of `preflight` that do not depend on the execution mode."""
-    problems = [*_model_sizes(config), *_weights(config), *adapter_file_problems(config), *_evaluation_data(config)]
+    problems = [*_model_sizes(config), *_weights(config), *adapter_file_problems(config), *_evaluation_data(config),
+                *loader_tokenizer_problems(config)]
     if config.trains:
         problems += [*_evaluation_callbacks(config), *_packages(config)]
     if config.run_mode == "predict" and not config.predict_data:

@@ -170,16 +170,51 @@ class HuggingFaceLoader(_RecordLoader):
         "done anyway, others are errors. Default empty.")
 
 
+class AdGenLoader(_RecordLoader):
+    """Instructions and their answers in two columns of JSON lines, as of the data set AdvertiseGen."""
+    type: Literal["ADGenDataLoader"] = setting(REQUIRED, "Kind of data.")
+    sources: list[SourceItem] = _sources()
+    origin_columns: list[str] = setting(
+        ["content", "summary"], "The columns of the instruction and of the answer.", min_length=2, max_length=2)
+    bad_records: Literal["error", "skip"] = setting(
+        "skip", "error: the first bad record ends the run; skip: bad records are left out and counted. Default skip, as"
+        " MindSpore Transformers does.")
+
+
+_CHATS = ("multi-round-chat", "multi-round-chat-dyn", "multi-round-chat-dyn-alpaca")
+
+
+class SftLoader(_RecordLoader):
+    """Records for finetuning in JSON or parquet files, in a form that ``dataset_name`` names."""
+    type: Literal["SFTDataLoader"] = setting(REQUIRED, "Kind of data.")
+    sources: list[SourceItem] = _sources()
+    shuffle: bool = setting(False, "Another order of sequences each epoch, from the seed.")
+    dataset_name: Literal["default", "alpaca", "advertisegen", "multi-round-chat", "multi-round-chat-dyn",
+                          "multi-round-chat-dyn-alpaca", "multi-instruct-dyn"] | None = setting(
+        None, "Form of a record. alpaca: instruction, input and output; advertisegen: content and summary; multi-round-"
+        "chat...: conversations; multi-instruct-dyn: as alpaca, under other names. Default null: as a JsonlDataset.")
+    tokenizer: dict[str, Any] | str | None = setting(
+        None, "The tokenizer, which train_dataset.tokenizer or pretrained_model_dir must name. Default null: none.")
+    map_function_kwargs: dict[str, Any] = setting(
+        {}, "Names in the files: data_field, instruction_keyword, from_keyword, value_keyword, user_role_name and "
+        "assistant_role_name. Default empty.")
+
+    @property
+    def holds_chats(self) -> bool:
+        """Returns whether ``dataset_name`` says that a record is a conversation."""
+        return self.dataset_name in _CHATS
+
+
 class OtherLoader(_Loader):
     """MindSpore Transformers' loaders of single data sets."""
     support = "not_yet"
     support_reason = f"it cannot be read; {_MEANWHILE}, or HFDataLoader"
-    type: Literal["ADGenDataLoader", "SFTDataLoader"] = setting(REQUIRED, "Kind of data.")
+    type: Literal["SQuADDataLoader", "WMT16DataLoader", "TrainingDataLoader"] = setting(REQUIRED, "Kind of data.")
 
 
 DataLoader = Annotated[
     TextLoader | JsonlLoader | SyntheticLoader | ImageLoader | MindLoader | MegatronLoader | HuggingFaceLoader
-    | OtherLoader,
+    | AdGenLoader | SftLoader | OtherLoader,
     Field(discriminator="type"),
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.schema.data import HuggingFaceLoader
 from trainer.data.source import files
+from trainer.data.source.columns import record_columns
 from trainer.data.source.files import RECORDS, STDLIB, TEXT, DataSource, describe_file, matching_files, suffix_of
 from trainer.data.source.huggingface import Request, read_request
 from trainer.data.source.splits import choose_split, named_splits, saved_splits, split_of
@@ -56,7 +57,7 @@ def _source(config: Config, section: str, name: str, key: str) -> DataSource:
     loader = getattr(config, section).data_loader
     where = config.source.where(key)
     if loader.type != "TextDataset":
-        return _record_source(config, section, Request(name, key, [name], loader.columns, None))
+        return _record_source(config, section, Request(name, key, [name], record_columns(loader), None))
     if name == STDLIB:
         return DataSource(STDLIB, name, key, where, files.stdlib_files(key, where))
     root = Path(os.path.expanduser(name))

@@ -197,8 +197,8 @@ def test_what_is_right_at_the_edge_loads(text):
     [
         ("moe_config: {expert_num: 4, use_random_expert: True}\n", ["use_random_expert = True: not yet"]),
         (
-            "train_dataset: {data_loader: {type: ADGenDataLoader, path: a}}\n",
-            ["'ADGenDataLoader': not yet", "JsonlDataset"],
+            "train_dataset: {data_loader: {type: SQuADDataLoader, path: a}}\n",
+            ["'SQuADDataLoader': not yet", "JsonlDataset"],
         ),
         (
             "train_dataset: {data_loader: {type: BlendedMegatronDatasetDataLoader, datasets_type: BERTDataset}}\n",
@@ -244,12 +244,12 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ("optimizer: {ns_steps: 3, nesterov: True}\n", ["nesterov True, optimizer.ns_steps 3: not used, "]),
         ("optimizer: {momentum: 0.9}\n", ["optimizer.momentum 0.9: not used, optimizer.type is AdamW"]),
         (
-            "eval_dataset: {data_loader: {type: SFTDataLoader}}\n",
-            ["eval_dataset.data_loader SFTDataLoader: not read, do_eval is False"],
+            "eval_dataset: {data_loader: {type: SQuADDataLoader}}\n",
+            ["eval_dataset.data_loader SQuADDataLoader: not read, do_eval is False"],
         ),
         (
-            "run_mode: predict\ntrain_dataset: {data_loader: {type: SFTDataLoader}}\n",
-            ["train_dataset.data_loader SFTDataLoader: not read, run_mode is predict"],
+            "run_mode: predict\ntrain_dataset: {data_loader: {type: SQuADDataLoader}}\n",
+            ["train_dataset.data_loader SQuADDataLoader: not read, run_mode is predict"],
         ),
         ("moe_config: {use_gmm: True}\n", ["moe_config: no effect"]),
         ("callbacks: [{type: MoEDropRateCallback}]\n", ["no effect, the model has no experts"]),
