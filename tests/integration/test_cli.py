@@ -177,7 +177,10 @@ def test_doctor_judges_this_machine_without_loading_mindspore(tmp_path: Path) ->
 def test_the_schema_is_a_json_schema_of_the_configuration(tmp_path: Path) -> None:
     _, output, _ = call("schema", cwd=tmp_path)
     schema = json.loads(output)
-    assert {"runner_config", "model", "train_dataset", "lr_schedule"} <= set(schema["properties"])
+    older = schema["$defs"]["Config"]["properties"]
+    newer = schema["$defs"]["NewerConfig"]["properties"]
+    assert {"runner_config", "model", "train_dataset", "lr_schedule"} <= set(older)
+    assert {"training", "model", "train_dataset", "lr_scheduler"} <= set(newer)
 
 
 @pytest.mark.parametrize(("arguments", "parts"), MISTAKES)

@@ -190,8 +190,8 @@ def _doctor(
 
 @tools.command("schema")
 def _schema() -> int:
-    """Prints the JSON Schema of the YAML files, for editors."""
-    from trainer.config import json_schema
+    """Prints the JSON Schema of the YAML files of both schemas, for editors; docs/schema.json has it."""
+    from trainer.config.pynative.json_schema import file_schema
 
-    print(json.dumps(json_schema(), indent=1))
+    print(json.dumps(file_schema(), indent=1))
     return EXIT_OK

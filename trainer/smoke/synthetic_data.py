@@ -16,10 +16,9 @@ import numpy as np
 
 from trainer.config import Config
 from trainer.config.schema.data import HuggingFaceLoader, MegatronLoader, SftLoader
-from trainer.data.source.columns import record_columns
 from trainer.data.source.compression import open_content
 from trainer.data.source.files import RECORDS
-from trainer.data.source.find import find_sources
+from trainer.data.source.find import find_sources, record_columns
 from trainer.data.source.huggingface import handler_steps
 from trainer.data.source.indexed import write_indexed
 from trainer.data.source.records import read_records

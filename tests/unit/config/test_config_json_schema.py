@@ -11,14 +11,30 @@ from config_helpers import BASE
 from pydantic import TypeAdapter
 from test_config_dump import FULL
 from test_config_places import SNIPPETS
+from test_newer_schema import FULL as NEWER_FULL
+from test_newer_schema import SMALL as NEWER_SMALL
 
-from trainer.config import json_schema
+from trainer.config import json_schema, parse_config
+from trainer.config.pynative.json_schema import NEWER, OLDER, file_schema
+from trainer.config.pynative.table import ROWS
 from trainer.config.read.json_schema import _all_sections
 from trainer.config.read.nodes import plain
 from trainer.config.read.yaml_reader import parse_document
 from trainer.config.schema import unsupported
 
 SCHEMA = json_schema()
+FILE = file_schema()
+REPOSITORY = Path(__file__).resolve().parents[3]
+STORED = REPOSITORY / "docs" / "schema.json"
+NEWER_VALID = [
+    NEWER_SMALL + more
+    for more in (
+        "parallelism:\nrecompute: {mode: None}\n",
+        "parallelism: {data_parallel_shard_strategy: optim, reshard_after_forward_policy: never}\n",
+        "monitor: {train_state: {local_norm: True}}\nprofiler: {enable_profiling: True, end_step: 3}\n",
+    )
+]
+CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 TYPES = {
     "object": dict,
     "array": list,
@@ -38,10 +54,13 @@ def complaints(value: Any, rule: Any, path: str = "") -> list[str]:
     """Validates against the part of JSON Schema that our schema uses; returns the complaints."""
     if rule is True:
         return []
-    unknown = set(rule) - CHECKED - SPOKEN
+    unknown = set(rule) - CHECKED - SPOKEN - {"if", "then", "else"}
     assert not unknown, f"the schema uses {unknown}, which this test does not check"
     if "$ref" in rule:
-        return complaints(value, SCHEMA["$defs"][rule["$ref"].removeprefix("#/$defs/")], path)
+        return complaints(value, FILE["$defs"][rule["$ref"].removeprefix("#/$defs/")], path)
+    if "if" in rule:
+        branch = "else" if complaints(value, rule["if"], path) else "then"
+        return complaints(value, rule[branch], path)
     for word in ("anyOf", "oneOf"):
         if word in rule:
             tried = [complaints(value, option, path) for option in rule[word]]
@@ -89,9 +108,11 @@ def _of_object(value: dict[str, Any], rule: dict[str, Any], path: str) -> list[s
 
 
 def check(text: str) -> list[str]:
-    """Returns the complaints about a YAML text."""
+    """Returns the complaints about a YAML text, for which both schemas of the older files are one."""
     root, _ = parse_document("a.yaml", text)
-    return complaints(plain(root), SCHEMA)
+    found = complaints(plain(root), SCHEMA)
+    assert complaints(plain(root), FILE) == found
+    return found
 
 
 # Keys that lost their indentation are repaired by the loader only: an editor may well complain about them.
@@ -148,6 +169,63 @@ def test_other_names_places_and_empty_sections_satisfy_it(text):
     assert check(text) == []
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_file_satisfies_the_schema_of_the_repository_and_names_it(path: Path):
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    name, _, place = first.partition("=")
+    assert name == "# yaml-language-server: $schema" and (path.parent / place).resolve() == STORED
+    root, _ = parse_document(path.name, path.read_text(encoding="utf-8"))
+    assert complaints(plain(root), json.loads(STORED.read_text(encoding="utf-8"))) == []
+
+
+def test_the_stored_schema_is_current():
+    """`python run_trainer.py schema > docs/schema.json` writes it."""
+    assert STORED.read_text(encoding="utf-8") == json.dumps(FILE, indent=1) + "\n"
+
+
+@pytest.mark.parametrize("text", [NEWER_SMALL, NEWER_FULL, *NEWER_VALID])
+def test_valid_files_of_the_newer_schema_satisfy_it(text: str):
+    parse_config("a.yaml", text)
+    root, _ = parse_document("a.yaml", text)
+    assert complaints(plain(root), FILE) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ("training: {step: 1}", "training.step is unknown"),
+        ("training: {steps: 0}", "training.steps: 0 is out of bounds"),
+        ("training: {steps: '1'}", "'1' is no integer"),
+        ("runner_config: {epochs: 1}\ntraining: {}", "runner_config is unknown"),
+        ("parallelism: {data_parallel_shard_strategy: level1}", "strategy: 'level1' is not one of the values"),
+        ("parallelism: {context_parallel_mask_type: full}", "mask_type: 'full' is not one of the values"),
+        ("training: {}\nmodel: {num_hiden_layers: 3}", "num_hiden_layers is unknown"),
+        ("lr_scheduler: {type: Cosine}", "type: 'Cosine' is not one of the values"),
+        ("checkpoint: {save_max: many}", "save_max: 'many' is no integer"),
+        ("train_dataset: {dataloader: {type: MindDataset, dataset_dri: a}}", "dataloader.dataset_dri is unknown"),
+    ],
+)
+def test_mistakes_in_files_of_the_newer_schema_do_not(change: str, part: str):
+    root, _ = parse_document("a.yaml", change)
+    found = complaints(plain(root), FILE)
+    assert any(part in complaint for complaint in found), found
+
+
+def test_every_key_of_the_newer_schema_has_a_description_and_the_default_there():
+    def walk(schema: dict[str, Any], path: str) -> None:
+        for choice in (schema, *schema.get("anyOf", ())):
+            for name, rule in choice.get("properties", {}).items():
+                assert rule["description"], f"{path}{name}"
+                walk(rule, f"{path}{name}.")
+
+    walk(FILE["$defs"][NEWER], "")
+    training = FILE["$defs"][NEWER]["properties"]["training"]["anyOf"][0]["properties"]
+    written = {row.old.partition(".")[2]: row.default for row in ROWS
+               if row.old.startswith("training.") and row.default is not None}  # fmt: skip
+    assert {name: rule["default"] for name, rule in training.items() if "default" in rule} == written
+    assert not any("title" in rule for rule in FILE["$defs"][OLDER]["properties"].values())
+
+
 def test_it_is_json_with_a_description_for_every_key_and_no_free_objects():
     assert json.loads(json.dumps(SCHEMA)) == SCHEMA
     assert SCHEMA["$schema"].startswith("https://json-schema.org/")
@@ -176,3 +254,5 @@ def test_the_real_library_agrees_where_it_is_installed():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     root, _ = parse_document("a.yaml", FULL)
     jsonschema.validate(plain(root), SCHEMA)
+    jsonschema.Draft202012Validator.check_schema(FILE)
+    jsonschema.validate(plain(root), FILE)

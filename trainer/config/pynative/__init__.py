@@ -5,7 +5,7 @@ Only a file with a section of that schema loads the modules of this folder.
 
 from trainer.config.read.nodes import Table, find_entry
 
-_MARKS = ("training", "parallelism", "lr_scheduler", "checkpoint", "train_dataset.dataloader")
+MARKS = ("training", "parallelism", "lr_scheduler", "checkpoint", "train_dataset.dataloader")
 _OLDER = (
     "runner_config", "runner_wrapper", "lr_schedule", "parallel", "parallel_config", "trainer", "model_config",
     "train_dataset_task", "model.model_config", "model.arch",
@@ -18,7 +18,7 @@ def is_newer_schema(root: Table) -> bool:
     Raises:
         UserError: It also has sections that only the older schema has.
     """
-    newer = {key: entry for key in _MARKS if (entry := find_entry(root, key)) is not None}
+    newer = {key: entry for key in MARKS if (entry := find_entry(root, key)) is not None}
     older = {key: entry for key in _OLDER if (entry := find_entry(root, key)) is not None}
     if newer and older:
         from trainer.config.pynative.mixed import mixed_schemas_error

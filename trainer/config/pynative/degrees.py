@@ -20,8 +20,8 @@ _METHOD = "parallelism.context_parallel_method"
 _SHARD = "parallelism.data_parallel_shard"
 _RESHARDING = "parallelism.reshard_after_forward_policy"
 LEVELS = {"optim": "level1", "optim_grads": "level2", "optim_grads_params": "level3"}
-_POLICIES = {name: name for name in ("always", "never", "default")}
-_SCHEDULERS = {"1f1b": "1f1b", "interleaved_1f1b": "1f1b", "gpipe": "gpipe"}
+POLICIES = {name: name for name in ("always", "never", "default")}
+SCHEDULERS = {"1f1b": "1f1b", "interleaved_1f1b": "1f1b", "gpipe": "gpipe"}
 CONTEXT_METHODS = {"colossal": "colossalai_cp", "ulysses": "ulysses_cp", "hybrid": "hybrid_cp"}
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 
@@ -113,7 +113,7 @@ def set_stage_layers(work: Translation, row: Row) -> None:
 
 def set_schedule(work: Translation, row: Row) -> None:
     """Sets the order of a pipeline's micro-batches; as there, 1f1b with several chunks is interleaved."""
-    scheduler = _choice(work, row.old, _SCHEDULERS)
+    scheduler = _choice(work, row.old, SCHEDULERS)
     chunks = _degree(work, _CHUNKS)
     if scheduler is None:
         return
@@ -143,7 +143,7 @@ def set_sharding_level(work: Translation, row: Row) -> None:
     except on an Ascend, where explicit mode cannot do it yet.
     """
     level = _choice(work, row.old, LEVELS)
-    policy = _choice(work, _RESHARDING, _POLICIES)
+    policy = _choice(work, _RESHARDING, POLICIES)
     if level is None or policy is None:
         return
     if work.values[_SHARD] == 1:

@@ -78,11 +78,11 @@ def _add_places(schema: dict[str, Any]) -> None:
     """Adds the other places of keys, which `relocate` accepts."""
     for row in rows_by_place().values():
         section, _, name = row.old.rpartition(".")
-        for properties in _properties(schema, section):
-            properties.setdefault(name, _alias_schema(_declaration(schema, row.new), row.new))
+        for properties in properties_of(schema, section):
+            properties.setdefault(name, _alias_schema(declaration(schema, row.new), row.new))
 
 
-def _properties(schema: dict[str, Any], section: str) -> list[dict[str, Any]]:
+def properties_of(schema: dict[str, Any], section: str) -> list[dict[str, Any]]:
     """Returns the properties of each class of a section; those of the file for an empty key."""
     if not section:
         return [schema["properties"]]
@@ -90,11 +90,12 @@ def _properties(schema: dict[str, Any], section: str) -> list[dict[str, Any]]:
     return [schema["$defs"][kind.__name__]["properties"] for kind in kinds]
 
 
-def _declaration(schema: dict[str, Any], key: str) -> dict[str, Any]:
+def declaration(schema: dict[str, Any], key: str) -> dict[str, Any]:
+    """Returns the schema of the key at a dotted place of a file."""
     section, _, name = key.rpartition(".")
     if name.isdecimal():
-        return _declaration(schema, section)["items"]
-    return next(properties[name] for properties in _properties(schema, section) if name in properties)
+        return declaration(schema, section)["items"]
+    return next(properties[name] for properties in properties_of(schema, section) if name in properties)
 
 
 def _drop_discriminators(schema: Any) -> None:

@@ -1,14 +1,13 @@
-"""Finds the files of a data set section."""
+"""Finds the files of a data set section, and the columns of its records."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainer.config.schema.data import HuggingFaceLoader
+from trainer.config.schema.data import AdGenLoader, HuggingFaceLoader, SftLoader
 from trainer.data.source import files
-from trainer.data.source.columns import record_columns
 from trainer.data.source.files import RECORDS, STDLIB, TEXT, DataSource, describe_file, matching_files, suffix_of
 from trainer.data.source.huggingface import Request, read_request
 from trainer.data.source.splits import choose_split, named_splits, saved_splits, split_of
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.config.schema.data import JsonlLoader
 
 _RECORD_SUFFIXES = (".jsonl", ".parquet", ".arrow")
+_INSTRUCTION_KEYWORDS = {"instruction": "instruction_keyword", "input": "from_keyword", "output": "value_keyword"}
 
 
 def find_sources(config: Config, section: str) -> tuple[tuple[DataSource, float], ...]:
@@ -111,3 +111,24 @@ def _files_of_split(
         return splits[split], ()
     note = f"{section} reads the split {split} of {root}, which also has {', '.join(others)}; set data_loader.split"
     return splits[split], (f"{note} to choose another.",)
+
+
+def record_columns(loader: Any) -> dict[str, str]:
+    """Returns the column of each field of a record that has another name in the files: our name -> theirs."""
+    columns: dict[str, str] = {}
+    if isinstance(loader, AdGenLoader):
+        columns = dict(zip(("instruction", "output"), loader.origin_columns, strict=True))
+    elif isinstance(loader, SftLoader):
+        columns = _sft_columns(loader)
+    return {**columns, **loader.columns}
+
+
+def _sft_columns(loader: SftLoader) -> dict[str, str]:
+    arguments = loader.map_function_kwargs
+    if loader.dataset_name == "advertisegen":
+        return {"prompt": "content", "completion": "summary"}
+    if loader.holds_chats and "data_field" in arguments:
+        return {"conversations": arguments["data_field"]}
+    if loader.dataset_name == "multi-instruct-dyn":
+        return {ours: arguments[keyword] for ours, keyword in _INSTRUCTION_KEYWORDS.items() if keyword in arguments}
+    return {}
