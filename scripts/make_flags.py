@@ -49,6 +49,7 @@ run_trainer.py export   --config FILE --output PATH [--adapter DIR --merge] [--f
 run_trainer.py merge    MODEL MODEL... --output DIR [--method METHOD] [--weight X] [--base DIR] [--dtype D] [--force]
 run_trainer.py doctor   [--output_dir DIR] [--deep] [--json]
 run_trainer.py schema
+run_trainer.py completion bash|zsh|fish
 ```
 
 `--help` after a command describes it. The options of `launch` are on the page [launch](launch.md#options-of-launch).

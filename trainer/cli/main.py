@@ -152,6 +152,10 @@ def _dispatch(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
         name = argv[0]
         rest = argv[1:]
+    if name == "complete":  # of the scripts that `completion` prints
+        from trainer.cli.completion import print_candidates
+
+        return print_candidates(group, rest)
     command = group.commands.get(name)
     if command is None:
         raise _no_such_command(name, [other for other, known in group.commands.items() if not known.hidden])

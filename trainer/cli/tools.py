@@ -195,3 +195,12 @@ def _schema() -> int:
 
     print(json.dumps(file_schema(), indent=1))
     return EXIT_OK
+
+
+@tools.command("completion")
+def _completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> int:
+    """Prints the script that turns on completion of commands, flags, values and file names in a shell."""
+    from trainer.cli.completion import completion_script
+
+    print(completion_script(shell), end="")
+    return EXIT_OK
