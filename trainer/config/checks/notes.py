@@ -27,7 +27,7 @@ from trainer.config.schema.callbacks import MoEDropRate
 from trainer.config.schema.fields import Section
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
-from trainer.models.spec.sublayers import latent_spec
+from trainer.models.spec.sublayers import attention_spec, latent_spec
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World
 
@@ -157,7 +157,8 @@ _UNUSED = (
     _Unused(_MODEL, "head_dim", lambda c: latent_spec(c.decoder) is not None
             and c.decoder.head_dim not in (None, c.decoder.head_size, c.decoder.qk_rope_head_dim),
             "multi-head latent attention has its own head sizes"),
-    _Unused(_MODEL, "qk_norm_after_rotary", lambda c: not c.decoder.use_qk_norm, "use_qk_norm is False"),
+    _Unused(_MODEL, "qk_norm_after_rotary", lambda c: not attention_spec(c.decoder).head_norm,
+            "query and key have no norms"),
     _Unused(_MODEL, "mtp_loss_factor", lambda c: c.decoder.mtp_depth == 0, "mtp_depth is 0"),
     _Unused(_MOE, "capacity_factor enable_sdrop moe_token_drop_policy",
             lambda c: c.decoder.experts and _moe(c).use_gmm and _moe(c).capacity_factor != -1,
