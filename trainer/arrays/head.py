@@ -15,7 +15,7 @@ Legend: N tokens (n of a tile or of a rank's rows), D hidden, E width of the hea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mindspore import Tensor
@@ -28,6 +28,7 @@ from trainer.models.spec.saved import logit_rows
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
+    from trainer.arrays.preferences import Pairs
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.parallel.collectives import ProcessGroup
     from trainer.parallel.tensor import TensorParallel
@@ -104,20 +105,42 @@ class FusedLinearCrossEntropy:
         return z_nE
 
     @np.errstate(all="ignore")
-    def forward(self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray) -> Tensor:
-        """Returns the loss; if `call.save`, also computes the gradients of x and of the trained weights."""
+    def forward(
+        self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
+        pairs: Pairs | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns the loss; if `call.save`, also computes the gradients of x and of the trained weights.
+
+        The loss of `pairs` is a function of the losses of their tokens. Its derivative by each is known only after all
+        of them. So the logits are computed twice if the matrix is trained. Otherwise the gradients of the rows wait for
+        their factors.
+        """
         weight_VE = call.weights["weight"]
         y_NE = self.normed(call, x_nD, empty(len(x_nD), self.width)[1])
         if self.tensor is not None:
             y_NE = self.tensor.gather_tokens(y_NE)
-        if not call.save:
-            return Tensor(self._loss(weight_VE, y_NE, labels_N, valid_N1, None, None))
+        losses_N = np.zeros(len(y_NE))
+        weights_N1 = valid_N1
+        pair_loss = np.float32(0)
+        is_frozen = call.save and not call.gradients.needs("weight")
+        if not call.save or (pairs is not None and not is_frozen):
+            loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, None, None, losses_N)
+            if pairs is not None:
+                pair_loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
+                loss = pair_loss
+            if not call.save:
+                return Tensor(loss)
         gradients = call.gradients
         grad_NE = empty(*y_NE.shape)[1]
         weight_grad_VE = None
         if gradients.needs("weight"):
             gradients.tensors["weight"], weight_grad_VE = empty(*weight_VE.shape)
-        loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, grad_NE, weight_grad_VE)
+        loss = self._loss(weight_VE, y_NE, labels_N, weights_N1, grad_NE, weight_grad_VE, losses_N)
+        if pairs is not None and is_frozen:
+            pair_loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
+            grad_NE *= weights_N1
+        if pairs is not None:
+            loss = pair_loss
         if self.tensor is not None:
             grad_NE = self.tensor.reduce_partial(grad_NE)
         call.saved["input"] = self._input_gradient(call, x_nD, grad_NE)
@@ -125,21 +148,24 @@ class FusedLinearCrossEntropy:
         return Tensor(loss)
 
     def backward(
-        self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray, grad: np.ndarray
+        self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray, *pairs_and_grad: Any
     ) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights from the gradient of the loss; overwrites those saved.
         """
         input_grad = call.saved["input"]
         weight_grads = call.saved["weights"]
         for gradient in (input_grad, *weight_grads.values()):
-            gradient.asnumpy()[...] *= grad
+            gradient.asnumpy()[...] *= pairs_and_grad[-1]
         return input_grad, weight_grads
 
     def _loss(
         self, weight_VE: np.ndarray, y_NE: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
-        grad_NE: np.ndarray | None, weight_grad_VE: np.ndarray | None,
+        grad_NE: np.ndarray | None, weight_grad_VE: np.ndarray | None, out_N: np.ndarray,
     ) -> np.float32:  # fmt: skip
-        """Returns the loss and writes the gradients; overwrites `y_NE`."""
+        """Returns the loss, and writes the losses of the tokens to `out_N`, and the gradients.
+
+        With gradients it overwrites `y_NE`.
+        """
         # All ranks take equally many rows, also where the shards of the vocabulary differ in size.
         rows = logit_rows(len(y_NE), self.largest_shard or len(weight_VE))
         dtype = weight_VE.dtype
@@ -165,6 +191,7 @@ class FusedLinearCrossEntropy:
             elif grad_NE is not None:
                 grad_nV = logits_nV[:size]
             losses_n = self._losses(logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV)
+            out_N[part] = losses_n
             loss += float(losses_n @ valid_n1[:, 0].astype(np.float64))
             if grad_NE is not None and grad_nV is not None:
                 y_nE *= valid_n1

@@ -121,6 +121,14 @@ def join_weights(config: Config, base: Weights, adapters: Weights) -> Weights:
     return base | adapters
 
 
+def first_weights(config: Config, world: World = SINGLE_PROCESS) -> Mapping[str, np.ndarray]:
+    """Returns the weights with which a training began that now continues a checkpoint: all parameters, unsharded."""
+    weights = load_initial_weights(config, world=world)
+    if weights is not None:
+        return weights
+    return _from_seed(config, adapters=False).read(None)
+
+
 def check_starting_files(config: Config) -> None:
     """Raises the UserError that `load_initial_weights` would raise, without reading numbers; for a plan."""
     check_files(config)

@@ -49,6 +49,8 @@ class StepState(StrictModel):
     loss_scale: LossScaleState
     spikes: Count
     spikes_in_a_row: Count
+    first_weights: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
+    """The digest of the weights that a loss of preferences compares with."""
 
 
 class DataLayout(LenientModel):

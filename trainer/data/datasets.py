@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.data.batches import split
 from trainer.data.batches.blend import BlendedDataset
-from trainer.data.batches.packing import FittedSpans, PackedDataset, SequenceDataset, TokenDataset, truncate_or_drop
+from trainer.data.batches.packing import (
+    FittedSpans,
+    PackedDataset,
+    SequenceDataset,
+    TokenDataset,
+    pairs_of_documents,
+    truncate_or_drop,
+)
 from trainer.data.batches.split import DocumentSpans
 from trainer.data.source.files import RECORDS, DataSource
 from trainer.data.source.find import find_sources
@@ -163,7 +170,7 @@ def open_token_files(
         RunError: The disk is full, or the data change while they are read.
     """
     tokenizer = find_tokenizer(config, section)
-    cache = _find_cache(config, section)
+    cache = find_cache(config, section)
     _check_vocabulary(config, f"the tokenizer has {tokenizer.vocab_size} tokens", tokenizer.vocab_size)
     sources = find_sources(config, section)
     opened = []
@@ -200,6 +207,10 @@ def _build_source(
     if not settings.packing and token_file.meta.num_conversations:
         packing = "whole"
     documents = split.all_documents(token_file.offsets)
+    pairs = config.loss is not None
+    if pairs:
+        packing = settings.packing or "whole"
+        documents = pairs_of_documents(documents)
     held_out = None
     fitted = None
     if packing == "cut" and settings.overlong != "truncate" and note is not None:
@@ -214,7 +225,7 @@ def _build_source(
         """Returns the documents as running text, or packed, as the configuration says."""
         if packing == "cut":
             return TokenDataset(token_file, spans, seq_length, keep_tail=keep_tail, limit=limit)
-        return PackedDataset(token_file, spans, seq_length, packing=packing, limit=limit, fitted=fitted)
+        return PackedDataset(token_file, spans, seq_length, packing=packing, limit=limit, fitted=fitted, pairs=pairs)
 
     dataset = dataset_of(documents, not settings.drop_remainder, limit)
     if held_out is None:
@@ -265,6 +276,12 @@ def _truncate_or_drop(
     seq_length = config.decoder.seq_length
     key = f"{section}.overlong"
     is_long = samples.lengths > seq_length
+    if config.loss is not None and overlong == "truncate" and is_long.any():
+        first = int(is_long.argmax())
+        tokens = f"has {samples.lengths[first]} tokens, and a sequence {seq_length}"
+        rule = f"a pair stays whole in a sequence; pair {first + 1} of {source.name} {tokens}"
+        fix = "set it to drop, or a larger model.model_config.seq_length"
+        raise UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
     if overlong == "error" and is_long.any():
         first = int(is_long.argmax())
         rule = f"sample {first + 1} of {source.name} has {samples.lengths[first]} tokens, and a sequence {seq_length}"
@@ -325,7 +342,7 @@ def _synthetic(config: Config, section: str) -> tuple[SequenceDataset, SequenceD
     return dataset, SyntheticDataset(held_out_size, *sizes, first=size)
 
 
-def _find_cache(config: Config, section: str) -> TokenCache:
+def find_cache(config: Config, section: str) -> TokenCache:
     """Returns the folder of token files; the default of eval_dataset is that of train_dataset."""
     owner = TRAIN
     if getattr(config, section).cache_dir is not None:

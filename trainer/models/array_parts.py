@@ -262,7 +262,7 @@ class ArrayParts:
         labels: ModelInputs | MtpInputs = call.inputs
         if number:
             labels = call.inputs.mtp[number - 1]
-        arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1)
+        arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1), call.inputs.pairs
         return run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
 
     def logits(self, x_ND: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.arrays.attention.positions import CpuRotary, TokenPositions, query_blocks
-from trainer.data.batches.batch import IGNORE_INDEX, Batch
+from trainer.arrays.preferences import Pairs, find_pairs
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, PairBatch
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.rotary import all_rotary_angles
@@ -21,6 +22,7 @@ from trainer.ops.routing import Routing, RoutingCounts, StepExpertLoad
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
     from trainer.config.schema.moe import MoEConfig
+    from trainer.config.schema.runner import LossConfig
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import RankModelShard
@@ -83,6 +85,8 @@ class ModelInputs(NamedTuple):
     """Which tokens of the micro-batch these are, where context-parallel ranks share it; None: all."""
     window_tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     """`tables` for layers with a sliding window, where they differ."""
+    pairs: Pairs | None = None
+    """The pairs of answers for a loss of preferences; None: the loss is the sum over the tokens."""
 
 
 class LossSums(NamedTuple):
@@ -158,10 +162,15 @@ class InputBuilder:
     Args:
         shard: Says which tokens of each sequence the rank has; None: all. A batch has the full sequences, of which the
             masks of attention need all tokens.
+        loss: The loss of preferences; None: of tokens.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, shard: RankModelShard | None = None) -> None:
+    def __init__(
+        self, settings: ModelConfig, kernels: KernelSet, shard: RankModelShard | None = None,
+        loss: LossConfig | None = None,
+    ) -> None:  # fmt: skip
         self.settings = settings
+        self.loss = loss
         self.kernels = kernels
         if shard is None:
             self.part = ContextShard(0, 1)
@@ -184,7 +193,7 @@ class InputBuilder:
         self._cached_positions: tuple[tuple[int, ...], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
-    def __call__(self, batch: Batch) -> ModelInputs:
+    def __call__(self, batch: Batch | PairBatch) -> ModelInputs:
         tables, mask, window_mask, positions, window_tables = self._positions(batch)
         labels = self.part.select_tokens(batch.labels).reshape(-1)
         valid = labels != IGNORE_INDEX
@@ -196,6 +205,9 @@ class InputBuilder:
         rows = None
         if self.part.ranks > 1:
             rows = self.part.rows(*batch.input_ids.shape)
+        pairs = None
+        if self.loss is not None:
+            pairs = find_pairs(batch, self.loss)
         return ModelInputs(
             Tensor(self.part.select_tokens(batch.input_ids).reshape(-1)),
             Tensor(np.where(valid, labels, 0).astype(np.int32)),
@@ -209,10 +221,11 @@ class InputBuilder:
             positions,
             rows,
             window_tables,
+            pairs,
         )
 
     def _sequence_weights(
-        self, moe: MoEConfig, batch: Batch, counts_N1: np.ndarray, valid_N1: Tensor
+        self, moe: MoEConfig, batch: Batch | PairBatch, counts_N1: np.ndarray, valid_N1: Tensor
     ) -> SequenceWeights:
         rows, length = batch.input_ids.shape
         local_rows = slice(None)
@@ -241,7 +254,7 @@ class InputBuilder:
         tables = [self.kernels.rotary_tables(cos[positions_N], sin[positions_N]) for cos, sin in self.angles]
         return [(cos, sin, cos, sin) for cos, sin in tables]
 
-    def _positions(self, batch: Batch) -> Positions:
+    def _positions(self, batch: Batch | PairBatch) -> Positions:
         length = batch.input_ids.shape[1]
         single = not batch.segment_ids.any() and bool((batch.positions == np.arange(length)).all())
         if single and self._cached_positions is not None and self._cached_positions[0] == batch.input_ids.shape:
@@ -267,7 +280,7 @@ class InputBuilder:
         return positions
 
 
-def _mtp_inputs(batch: Batch, offset: int, part: ContextShard) -> MtpInputs:
+def _mtp_inputs(batch: Batch | PairBatch, offset: int, part: ContextShard) -> MtpInputs:
     """Returns the tokens and labels `offset` positions after those of this rank, within their documents."""
     ids_BT = np.zeros_like(batch.input_ids)
     labels_BT = _mtp_labels(batch, offset)
@@ -282,7 +295,7 @@ def _mtp_inputs(batch: Batch, offset: int, part: ContextShard) -> MtpInputs:
     )
 
 
-def _mtp_labels(batch: Batch, offset: int) -> np.ndarray:
+def _mtp_labels(batch: Batch | PairBatch, offset: int) -> np.ndarray:
     labels_BT = np.full_like(batch.labels, IGNORE_INDEX)
     if offset < labels_BT.shape[1]:
         same_BT = batch.segment_ids[:, offset:] == batch.segment_ids[:, :-offset]
@@ -290,7 +303,7 @@ def _mtp_labels(batch: Batch, offset: int) -> np.ndarray:
     return labels_BT
 
 
-def mtp_labels(batch: Batch, modules: int) -> int:
+def mtp_labels(batch: Batch | PairBatch, modules: int) -> int:
     """Counts the loss tokens of all MTP modules together."""
     labels = (_mtp_labels(batch, offset) for offset in range(1, modules + 1))
     return sum(int(np.count_nonzero(labels_BT != IGNORE_INDEX)) for labels_BT in labels)

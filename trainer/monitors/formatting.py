@@ -150,10 +150,13 @@ def eval_line(metrics: EvalMetrics) -> str:
     name = "eval"
     if metrics.step:
         name = f"eval at step {metrics.step}"
+    tokens = f"{count(metrics.tokens)} tokens in {duration(metrics.seconds)}"
+    if metrics.accuracy is not None and metrics.margin is not None:
+        accuracy = f"accuracy {100 * metrics.accuracy:.2f} %, margin {metrics.margin:.4g}"
+        return f"{name}: loss {metrics.loss:.4f}, {accuracy} ({tokens})"
     if metrics.accuracy is not None:
         images = f"{count(metrics.tokens)} images in {duration(metrics.seconds)}"
         return f"{name}: loss {metrics.loss:.4f}, accuracy {100 * metrics.accuracy:.2f} % ({images})"
-    tokens = f"{count(metrics.tokens)} tokens in {duration(metrics.seconds)}"
     return f"{name}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g} ({tokens})"
 
 

@@ -86,10 +86,11 @@ class EvalMetrics:
     step: int  # optimizer steps done before it; 0 before training
     epoch: int  # from 1
     loss: float  # mean over the loss tokens, in nats
-    perplexity: float  # exp(loss)
+    perplexity: float | None  # exp(loss); None for a loss of preferences
     tokens: int  # loss tokens
     seconds: float  # wall-clock time
-    accuracy: float | None = None  # fraction of the images that are classified right; None for a decoder
+    accuracy: float | None = None  # fraction of the images, or of the pairs of answers, that are right
+    margin: float | None = None  # of pairs of answers: mean reward of the chosen ones minus that of the rejected ones
 
 
 @dataclass(frozen=True)

@@ -67,14 +67,18 @@ def evaluate_on_all_ranks(
         )
     if result is None:
         return None
+    perplexity_of_tokens = None
+    if result.margin is None:
+        perplexity_of_tokens = perplexity(result.loss)
     return EvalMetrics(
         step=step,
         epoch=epoch,
         loss=result.loss,
-        perplexity=perplexity(result.loss),
+        perplexity=perplexity_of_tokens,
         tokens=result.tokens,
         seconds=result.seconds,
         accuracy=result.accuracy,
+        margin=result.margin,
     )
 
 
@@ -130,8 +134,10 @@ def _run_evaluation(config: Config, world: World, plan: Plan, console: Monitor) 
         record["adapter_id"] = config.adapter_id
     for name in ("loss", "perplexity", "tokens", "seconds"):
         value = getattr(metrics, name)
-        record[name] = value if math.isfinite(value) else None  # JSON has no infinity and no NaN
-    if metrics.accuracy is not None:
-        record["accuracy"] = metrics.accuracy
+        if value is not None:
+            record[name] = value if math.isfinite(value) else None  # JSON has no infinity and no NaN
+    for name in ("accuracy", "margin"):
+        if getattr(metrics, name) is not None:
+            record[name] = getattr(metrics, name)
     write_text(folder / "eval.json", json.dumps(record, indent=1) + "\n")
     return EXIT_OK

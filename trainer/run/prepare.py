@@ -12,6 +12,7 @@ from trainer.config import preflight
 from trainer.config.checks.adapters import cell_problems
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, runs_semi_auto
+from trainer.config.checks.preferences import preference_problems
 from trainer.config.checks.problem import ConfigError
 from trainer.config.checks.unsupported import offload_problems
 from trainer.config.device_defaults import apply_device_defaults
@@ -142,7 +143,8 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
     config = apply_device_defaults(config, device)
     backend = select_execution_mode(config, world)
     backend.check_device(device)
-    preflight(config, world, backend.problems())
+    preferences = preference_problems(config, world, on_arrays(config, device, world))
+    preflight(config, world, [*backend.problems(), *preferences])
     memory_bytes = memory_estimate(config, config.trains, device, world)
     local_world = SINGLE_PROCESS  # the plan of a job for other hosts has no ranks here
     if world == world_from_environment():

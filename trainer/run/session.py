@@ -185,7 +185,14 @@ def build_model(
     decoder = Decoder(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
-    return decoder, InputBuilder(decoder.settings, kernels, shard)
+    return decoder, InputBuilder(decoder.settings, kernels, shard, config.loss)
+
+
+def load_in_place(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
+    """Writes weights into the arrays of the parameters, which an optimizer may share."""
+    for name, parameter in model.parameters_by_name.items():
+        parameter.asnumpy()[...] = weights[name]
+    model.compute_weights.refresh()
 
 
 def check_same_weights(model: Decoder, communicator: Communicator) -> None:
@@ -255,6 +262,7 @@ def open_training(
         shards_gradients=bool(shards) and zero_level(config) != "level1",
         qk_clip_threshold=threshold,
         measures_logits=measures_logits(config) and on_arrays(config, session.device, world),
+        prefers=config.loss is not None,
     )
 
 

@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from trainer.checkpoint.adapters import first_weights
 from trainer.checkpoint.evaluations import EvalHistory, Evaluated
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Position, ResumedCheckpoint, save_stages
 from trainer.config.checks.moe import watches_drop_rate
 from trainer.data.batches.loader import TrainingBatches
 from trainer.data.batches.step_sizes import StepSizes
+from trainer.data.datasets import find_cache
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
-from trainer.errors import RunError
+from trainer.errors import RunError, UserError
 from trainer.launch import heartbeat
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, peak_rss_bytes, routing_details
 from trainer.monitors.training_state import MAX_LOGIT, OPTIMIZER_NORMS, WEIGHT_NORM, TrainingStateRecords
@@ -182,6 +184,8 @@ def open_engine(
     events = job.events
     schedule = build_schedule(config.lr_schedule, plan.steps.total_steps, where=config.source.where)
     step = plan.backend.open(schedule, weights, plan.device)
+    if config.loss is not None and config.loss.needs_reference:
+        _attach_references(job, progress, step, weights, resumed)
     if weights is not None:
         weights.clear()
     session = Session(
@@ -205,6 +209,54 @@ def open_engine(
 
         peak = peak_flops(plan.device, precision_of(config, plan.device, job.world).compute.dtype, job.world.size)
     return Engine(step, session, saver, _open_profiler(job), peak)
+
+
+def _attach_references(
+    job: Job, progress: Progress, step: TrainStep, weights: Mapping[str, np.ndarray] | None,
+    resumed: ResumedCheckpoint | None,
+) -> None:  # fmt: skip
+    """Gives the batches the log-probabilities of the weights with which the training began.
+
+    Args:
+        weights: The weights of the model. If the run continues a checkpoint, they return when the log-probabilities of
+            the first weights are known.
+
+    Raises:
+        UserError: The first weights are not those of the checkpoint's training.
+    """
+    from trainer.run.session import load_in_place
+    from trainer.step.reference import attach_reference, digest_of_weights
+
+    config = job.config
+    model = step.model
+    if resumed is not None:
+        load_in_place(model, first_weights(config, job.world))
+    arrays = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
+    precision = precision_of(config, job.plan.device, job.world)
+    step.first_weights = digest_of_weights(arrays)
+    before = None
+    if resumed is not None:
+        before = (resumed.step or {}).get("first_weights")
+    if before not in (None, step.first_weights):
+        rule = "the loss compares with the weights before the training, and these are others now"
+        fix = "name the weights that the training began with, and keep seed and model"
+        where = config.source.where("load_checkpoint")
+        raise UserError(rule, where=where, key="load_checkpoint", value=config.load_checkpoint, fix=fix)
+    settings = f"{config.decoder.model_dump_json()} {precision} {step.first_weights}"
+    folder = find_cache(config, "train_dataset").path
+    loaders = [job.batches.loader]
+    if job.batches.evaluation is not None:
+        loaders.append(job.batches.evaluation.loader)
+
+    def on_batch(done: int, batches: int) -> None:
+        job.send_heartbeat(progress)
+        job.events.notify("on_activity", "reference log-probabilities", done, batches)
+
+    with job.events.activity("reference log-probabilities"):
+        for loader in loaders:
+            attach_reference(model, step.build_inputs, loader, settings, folder, step.communicator, on_batch)
+    if resumed is not None and weights is not None:
+        load_in_place(model, weights)
 
 
 def _open_profiler(job: Job) -> StepProfiler | None:

@@ -69,7 +69,7 @@ class StepGradients:
     """Loss, tokens and gradients of one step.
 
     Attributes:
-        loss: Sum of token losses / loss tokens, in nats.
+        loss: Sum of token losses / loss tokens, in nats; or of the losses of pairs / pairs.
         tokens: Loss tokens of the global batch.
         empty: Micro-batches of all ranks without a loss token.
         gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None if the global
@@ -113,6 +113,7 @@ def accumulate(
     rank_flags: RankFlags | None = None,
     norm_contribution: NormContribution | None = None,
     run_pipeline: PipelineRun | None = None,
+    count_items: Callable[[Batch], int] = count_loss_tokens,
 ) -> StepGradients:
     """Runs forward and backward passes of a step, and sums gradients over its micro-batches and then over the ranks.
 
@@ -131,15 +132,16 @@ def accumulate(
         rank_flags: Called after the last backward pass; its numbers travel with the sums.
         norm_contribution: None where each rank has the summed gradients of all parameters.
         run_pipeline: Computes all micro-batches in place of `backward`.
+        count_items: Counts what the loss of a batch is a sum over; the text above says "loss tokens" for these.
     """
     if communicator is None:
         communicator = Communicator()
     if reducer is None:
         reducer = GradientReducer()
-    counts = [count_loss_tokens(batch) for batch in micro_batches]
-    local_counts = (0, 0)
+    counts = [count_items(batch) for batch in micro_batches]
+    local_counts = (0, 0, 0)
     if communicator.reports_tokens:
-        local_counts = (sum(counts), counts.count(0))
+        local_counts = (sum(counts), counts.count(0), sum(map(count_loss_tokens, micro_batches)))
     [totals] = communicator.all_reduce([np.array([divmod(count, _LOW) for count in local_counts])])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return StepGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
@@ -203,7 +205,7 @@ class MicroBatchTotals:
 
 def _reduce_and_read(
     totals: np.ndarray | Tensor,
-    local_tokens: int,
+    local_items: int,
     results: MicroBatchTotals,
     reduced: ReducedGradients,
     communicator: Communicator,
@@ -244,13 +246,14 @@ def _reduce_and_read(
         to_read[_SQUARES] = measures.square_sums(squares, groups, bool(norm_groups.per_gradient))
     to_read |= sums
     read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
-    tokens = _count(read[_TOTALS][0])
+    items = _count(read[_TOTALS][0])
     empty = _count(read[_TOTALS][1])
-    tokens = max(tokens, local_tokens)  # a step with gradients is never taken for an empty one
+    items = max(items, local_items)  # a step with gradients is never taken for an empty one
+    tokens = max(_count(read[_TOTALS][2]), items)
     flags = None
     if _FLAGS in read:
         flags = read[_FLAGS].tolist()
-    if tokens == 0:
+    if items == 0:
         return StepGradients(0.0, 0, empty, None, rank_flags=flags)
     weights = read.get(_WEIGHTS, ())
     router_rates = None
@@ -263,7 +266,7 @@ def _reduce_and_read(
     if _WAITS in read:
         bubble_share = float(read[_WAITS])
     return StepGradients(
-        loss=float(read[_LOSS]) / tokens,
+        loss=float(read[_LOSS]) / items,
         tokens=tokens,
         empty=empty,
         gradients=reduced.gradients,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.arrays.preferences import ACCURACIES, MARGINS
 from trainer.data.batches.batch import Batch
 from trainer.errors import RunError
 from trainer.ops.measures import metric_functions, read_together
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
 
 
 class EvaluationResult(NamedTuple):
-    """Mean loss in nats per loss token, number of loss tokens, seconds; for a classifier also its accuracy (0 to 1)."""
+    """Mean loss in nats per loss token, number of loss tokens, seconds; for a classifier also its accuracy (0 to 1).
+
+    A loss of preferences is a mean over pairs. The accuracy is then the fraction of the pairs whose chosen answer has
+    the higher reward, and the margin the mean difference of the rewards.
+    """
 
     loss: float
     tokens: int
     seconds: float
     accuracy: float | None = None
+    margin: float | None = None
 
 
 def evaluate(
@@ -50,7 +56,9 @@ def evaluate(
     measures = metric_functions()
     losses = []
     hits = []
+    margins = []
     tokens = 0
+    items = 0
     stopped = False
     for batch in batches:
         if stop():
@@ -58,7 +66,8 @@ def evaluate(
             break
         count = count_loss_tokens(batch)
         if count or not communicator.skips_empty:
-            sums = model(build_inputs(batch))
+            inputs = build_inputs(batch)
+            sums = model(inputs)
             if not communicator.reports_losses:
                 continue
             losses.append(measures.keep_scalar(sums.tokens))
@@ -66,13 +75,19 @@ def evaluate(
                 hits.append(measures.keep_scalar(sums.correct))
             if communicator.reports_tokens:
                 tokens += count
+                items += count
+            if inputs.pairs is not None:
+                items += inputs.pairs.count - count
+                hits.append(inputs.pairs.sums[ACCURACIES])
+                margins.append(inputs.pairs.sums[MARGINS])
     sums_of_batches = [measures.sum_scalars(each) if each else 0.0 for each in (losses, hits)]
     local_loss, local_hits = read_together(sums_of_batches)
-    counts = [float(local_loss), tokens, stopped, float(local_hits), bool(hits)]
+    counts = [float(local_loss), tokens, stopped, float(local_hits), bool(hits), items, sum(margins), bool(margins)]
     ranks = 1
     if computes_together:
         ranks = communicator.size
-    loss_sum, total, stops, all_hits, has_hits = (value / ranks for value in communicator.all_reduce_exact(counts))
+    sums_of_ranks = (value / ranks for value in communicator.all_reduce_exact(counts))
+    loss_sum, total, stops, all_hits, has_hits, all_items, all_margins, has_margins = sums_of_ranks
     if stops:
         return None
     if total == 0:
@@ -83,8 +98,11 @@ def evaluate(
         )
     accuracy = None
     if has_hits:
-        accuracy = all_hits / total
-    return EvaluationResult(loss_sum / total, int(total), time.perf_counter() - began, accuracy)
+        accuracy = all_hits / all_items
+    margin = None
+    if has_margins:
+        margin = all_margins / all_items
+    return EvaluationResult(loss_sum / all_items, int(total), time.perf_counter() - began, accuracy, margin)
 
 
 def perplexity(loss: float) -> float:

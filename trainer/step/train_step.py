@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from mindspore import ParameterTuple, Tensor, ops
 
-from trainer.data.batches.batch import Batch
+from trainer.data.batches.batch import Batch, count_pairs
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import LossSums, RouterStatistics, mtp_labels
@@ -60,7 +60,8 @@ class StepResult:
     Attributes:
         local_norms: Norm of each parameter's gradient by name; None unless `runner_wrapper.local_norm` asks for them.
         losses: Auxiliary losses by name, before their factors: aux_loss (mean over the MoE layers; 1 is an even load),
-            z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules).
+            z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules). Or the means over
+            pairs of `trainer.arrays.preferences.REWARDS`.
         routing: Counts of tokens of each expert over all ranks; tensors on a device.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank;
             None where they are summed during the backward pass, which the host does not time.
@@ -114,6 +115,7 @@ class TrainStep:
         qk_clip_threshold: The attention logit above which QK-clip scales a head of latent attention after an update;
             None: no head.
         measures_logits: Whether native layers measure the largest attention logits; QK-clip requires it.
+        prefers: Whether the loss is that of pairs of answers, a mean over the pairs of the global batch.
     """
 
     computes_together = False  # ranks evaluate different batches
@@ -133,6 +135,7 @@ class TrainStep:
         shards_gradients: bool = False,
         qk_clip_threshold: float | None = None,
         measures_logits: bool = False,
+        prefers: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -143,6 +146,10 @@ class TrainStep:
         self.guards = UpdateGuard(wrapper, stop_at_bad_loss)
         self.communicator = communicator or Communicator()
         self.pipeline = pipeline
+        self.first_weights = ""  # the digest of the weights that a loss of preferences compares with
+        self.count_items: Callable[[Any], int] = count_loss_tokens
+        if prefers:
+            self.count_items = count_pairs
         names = list(optimizer.parameters)
         model.compute_weights.refresh()
         targets = model.compute_weights.grad_targets(names)
@@ -225,7 +232,7 @@ class TrainStep:
         gradients = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.skips_empty,
             reducer=self.reducer, norm_groups=self.norm_groups, norm_contribution=self.norm_contribution,
-            rank_flags=rank_flags, run_pipeline=run_pipeline,
+            rank_flags=rank_flags, run_pipeline=run_pipeline, count_items=self.count_items,
         )  # fmt: skip
         self.model.compute_weights.end_step()
         result = apply_gradients(gradients, lr, self.optimizer, self.wrapper, self.guards)
@@ -253,6 +260,9 @@ class TrainStep:
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = cast_to_float32(gradients)
         others = self.other_sums(batch, sums, self.communicator.reports_losses)
+        pairs = call.inputs.pairs
+        if pairs is not None:
+            others |= {name: (Tensor(np.float32(value)), pairs.count) for name, value in pairs.sums.items()}
         token_losses = None
         if self.communicator.reports_losses:
             token_losses = sums.tokens
@@ -363,7 +373,10 @@ class TrainStep:
 
     def state(self) -> dict:
         """Returns the state of the step for a checkpoint, without the optimizer."""
-        return self.guards.state()
+        state = self.guards.state()
+        if self.first_weights:
+            state["first_weights"] = self.first_weights
+        return state
 
     def load_state(self, state: Mapping) -> None:
         """Restores what `state` returned."""

@@ -17,7 +17,7 @@ from trainer.config.schema.fields import BATCH, COUNT, RANKS, FilePath, Section,
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.optimizer import CosineWithWarmUpLR, LrSchedule, OptimizerConfig
-from trainer.config.schema.runner import RunnerConfig, RunnerWrapper
+from trainer.config.schema.runner import LossConfig, RunnerConfig, RunnerWrapper
 from trainer.config.schema.system import (
     ContextConfig,
     MonitorConfig,
@@ -209,6 +209,8 @@ class Config(Section):
     runner_config: RunnerConfig = section(RunnerConfig, "How many batches of which size.")
     runner_wrapper: RunnerWrapper = section(RunnerWrapper, "Loss scale, clipping and checks of gradients.")
     optimizer: OptimizerConfig = section(OptimizerConfig, "The update rule.")
+    loss: LossConfig | None = setting(
+        None, "Train on pairs of a chosen and a rejected answer. Default null: on each token of the data.")
     lr_schedule: LrSchedule = section(CosineWithWarmUpLR, "Learning rate of each step.")
     parallel: ParallelSection = section(ParallelSection, "Parallel mode and its settings.")
     parallel_config: ParallelConfig = section(ParallelConfig, "Degrees of parallelism.")

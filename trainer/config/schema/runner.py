@@ -51,6 +51,30 @@ class LossScaleSection(Section):
         1000, "Dynamic: optimizer steps without overflow before the scale grows.", ge=1, le=COUNT)
 
 
+class LossConfig(Section):
+    """The loss of pairs of a chosen and a rejected answer (YAML ``loss``)."""
+
+    type: Literal["dpo", "ipo", "simpo", "orpo"] = setting(
+        "dpo", "dpo and ipo compare with the log-probabilities of the first weights; simpo and orpo need no reference.")
+    beta: float | None = setting(
+        None, "Strength of the preference, the factor of the rewards. Default null: 0.1; of simpo 2.0.", gt=0)
+    gamma: float = setting(0.5, "simpo: the margin of the rewards that is asked for. Default 0.5.", ge=0)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Returns whether the loss compares with the log-probabilities before the training."""
+        return self.type in ("dpo", "ipo")
+
+    @property
+    def strength(self) -> float:
+        """Returns beta with its default."""
+        if self.beta is not None:
+            return self.beta
+        if self.type == "simpo":
+            return 2.0
+        return 0.1
+
+
 class RunnerWrapper(Section):
     """Loss scale, clipping and checks of gradients (YAML ``runner_wrapper``)."""
 

@@ -30,6 +30,27 @@ class Batch(NamedTuple):
     segment_ids: np.ndarray
 
 
+class PairBatch(NamedTuple):
+    """A `Batch` of pairs with the log-probabilities of their documents before the training.
+
+    Documents 2 k and 2 k + 1 of a sequence are the chosen and the rejected answer of a pair.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    segment_ids: np.ndarray
+    reference: np.ndarray
+    """float64 [B, D], the sum over the loss tokens of each document; 0 where a sequence has fewer."""
+
+
+def count_pairs(batch: Batch | PairBatch) -> int:
+    """Counts the pairs of a batch; padding is none."""
+    rows_N, places_N = np.nonzero(batch.labels != IGNORE_INDEX)
+    pairs_N = batch.segment_ids[rows_N, places_N].astype(np.int64) // 2
+    return len(np.unique(rows_N * batch.labels.shape[1] + pairs_N))
+
+
 def padding_batch(size: int, seq_length: int) -> Batch:
     """Makes `size` sequences without loss, to fill up a last batch: the shapes of a run never change."""
     zeros_BT = np.zeros((size, seq_length), np.int32)

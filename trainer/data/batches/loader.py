@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data.batches.batch import Batch, concatenate
+from trainer.data.batches.batch import Batch, PairBatch, concatenate
 from trainer.data.batches.blend import BlendedDataset
 from trainer.data.batches.packing import SequenceDataset
 from trainer.data.datasets import batch_size, build_datasets, build_eval_dataset
@@ -134,6 +134,13 @@ def epoch_order(dataset: SequenceDataset, *, shuffle: bool, seed: int, epoch: in
     return np.arange(size)
 
 
+def stored_sequences(dataset: SequenceDataset) -> int:
+    """Returns how many sequences a data set can read, of which an epoch may have fewer."""
+    if isinstance(dataset, BlendedDataset):
+        return sum(share.sequences for share in dataset.shares)
+    return dataset.num_sequences
+
+
 @dataclass
 class BatchLoader:
     """Makes the micro-batches of a data set; it keeps no state between epochs.
@@ -155,6 +162,7 @@ class BatchLoader:
     prefetch_size: int  # micro-batches to prepare ahead
     rank: int = 0
     ranks: int = 1
+    reference: np.ndarray | None = None  # float64 [sequences, D], for the `PairBatch` of each sequence
 
     def __post_init__(self) -> None:
         assert self.batch_size >= 1 and self.prefetch_size >= 1 and 0 <= self.rank < self.ranks
@@ -170,7 +178,7 @@ class BatchLoader:
             fix = "set a smaller batch_size, or drop_remainder to False"
             raise UserError(rule, key="batch_size", value=self.batch_size, fix=fix)
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch | PairBatch, None, None]:
         """Iterates over the micro-batches of an epoch; the first `start` are skipped without reading them.
 
         A background thread prepares them from the first ``next`` on, until the iteration ends or the iterator is
@@ -179,23 +187,32 @@ class BatchLoader:
         assert 0 <= start <= self.batches_per_epoch
         return _prefetch(self._batches(epoch, start), self.prefetch_size)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch | PairBatch]:
         order = epoch_order(self.dataset, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
         for index in range(start, self.batches_per_epoch):
             first = (index * self.ranks + self.rank) * self.batch_size
             indices = order[first : first + self.batch_size]
-            missing = self.batch_size - len(indices)
-            if not missing:
-                yield self.dataset.batch(indices)
-            elif not len(indices):
-                yield self.dataset.padding(missing)
+            batch = self._batch(indices)
+            if self.reference is None:
+                yield batch
             else:
-                yield concatenate(self.dataset.batch(indices), self.dataset.padding(missing))
+                reference_BD = np.zeros((self.batch_size, self.reference.shape[1]))
+                reference_BD[: len(indices)] = self.reference[indices]
+                yield PairBatch(*batch, reference_BD)
+
+    def _batch(self, indices: np.ndarray) -> Batch:
+        """Reads sequences, filled up to a micro-batch."""
+        missing = self.batch_size - len(indices)
+        if not missing:
+            return self.dataset.batch(indices)
+        if not len(indices):
+            return self.dataset.padding(missing)
+        return concatenate(self.dataset.batch(indices), self.dataset.padding(missing))
 
 
-def _prefetch(batches: Iterator[Batch], size: int) -> Generator[Batch, None, None]:
+def _prefetch(batches: Iterator[Batch | PairBatch], size: int) -> Generator[Batch | PairBatch, None, None]:
     """Runs an iterator in a thread, up to `size` items ahead."""
-    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(size)
+    ready: queue.Queue[Batch | PairBatch | BaseException | None] = queue.Queue(size)
     stop = threading.Event()
 
     def produce() -> None:

@@ -149,6 +149,7 @@ class PackedDataset:
         packing: ``whole`` packs as many samples into a sequence as fit, ``none`` a single one.
         limit: The most sequences (``num_samples``); None for all.
         fitted: The result of `truncate_or_drop`, for the report.
+        pairs: Whether each span is a pair: two documents of the token file, which stay together.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class PackedDataset:
         packing: Literal["whole", "none"] = "whole",
         limit: int | None = None,
         fitted: FittedSpans | None = None,
+        pairs: bool = False,
     ) -> None:
         if packing == "whole":
             packed = best_fit(spans.lengths, seq_length)
@@ -171,8 +173,9 @@ class PackedDataset:
         self._samples = packed.samples[: self._starts[-1]]
         self._token_file = token_file
         self._spans = spans
+        self._pairs = pairs
         self.seq_length = seq_length
-        self.num_documents = len(self._samples)
+        self.num_documents = len(self._samples) * (1 + pairs)
         self.num_sequences = len(self._starts) - 1
         self.num_tokens = int(spans.lengths[self._samples].sum())
         self.max_token_id = token_file.meta.max_token_id
@@ -194,19 +197,39 @@ class PackedDataset:
 
     def count_documents(self) -> DocumentCounts:
         samples = np.sort(self._samples)
-        return _count(self._token_file, DocumentSpans(self._spans.starts[samples], self._spans.lengths[samples]))
+        spans = DocumentSpans(self._spans.starts[samples], self._spans.lengths[samples])
+        if self._pairs:
+            spans = _documents_of_pairs(spans, self._token_file.offsets)
+        return _count(self._token_file, spans)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         indices_B = checked_indices(indices, self.num_sequences)
         counts_B = self._starts[indices_B + 1] - self._starts[indices_B]
         sample_P = self._samples[np.repeat(self._starts[indices_B], counts_B) + index_within_groups(counts_B)]
+        spans = DocumentSpans(self._spans.starts[sample_P], self._spans.lengths[sample_P])
+        if self._pairs:
+            spans = _documents_of_pairs(spans, self._token_file.offsets)
+            counts_B = counts_B * 2
         pieces = _SequenceSegments(
             counts_B=counts_B,
-            starts_P=self._spans.starts[sample_P],
-            lengths_P=self._spans.lengths[sample_P],
-            continues_P=np.zeros(len(sample_P), bool),
+            starts_P=spans.starts,
+            lengths_P=spans.lengths,
+            continues_P=np.zeros(len(spans.starts), bool),
         )
         return _read(self._token_file, pieces, self.seq_length)
+
+
+def pairs_of_documents(documents: DocumentSpans) -> DocumentSpans:
+    """Returns the spans of pairs: of each two consecutive documents of a token file."""
+    return DocumentSpans(documents.starts[::2], documents.lengths[::2] + documents.lengths[1::2])
+
+
+def _documents_of_pairs(pairs: DocumentSpans, offsets: np.ndarray) -> DocumentSpans:
+    """Returns the spans of the documents of pairs, the chosen answer of each before the rejected one."""
+    middle = offsets[np.searchsorted(offsets, pairs.starts, side="right")]
+    ends = pairs.starts + pairs.lengths
+    starts = np.column_stack([pairs.starts, middle]).reshape(-1)
+    return DocumentSpans(starts, np.column_stack([middle, ends]).reshape(-1) - starts)
 
 
 def _count(token_file: TokenFile, spans: DocumentSpans) -> DocumentCounts:

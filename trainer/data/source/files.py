@@ -58,6 +58,7 @@ class DataSource:
     skips_bad_records: bool = False
     limit: int | None = None  # the most records to read; None for all
     notes: tuple[str, ...] = ()  # sentences for the user about the choice of files
+    reads_pairs: bool = False  # whether each record is a pair of a chosen and a rejected answer
 
     @property
     def size_bytes(self) -> int:
@@ -68,7 +69,10 @@ class DataSource:
     def reading(self) -> str:
         """Returns all settings that decide which samples are read, as a string to hash."""
         columns = sorted(self.columns.items())
-        return f"{self.kind} {columns} {self.skips_bad_records} {self.limit}"
+        reading = f"{self.kind} {columns} {self.skips_bad_records} {self.limit}"
+        if self.reads_pairs:
+            reading += " pairs"
+        return reading
 
 
 def suffix_of(path: Path) -> tuple[str, str]:

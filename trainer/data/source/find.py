@@ -85,7 +85,8 @@ def _record_source(config: Config, section: str, request: Request) -> DataSource
         _check_split(config, section, paths)
     described = tuple(describe_file(path, key, where) for path in paths)
     skips = loader.bad_records == "skip"
-    return DataSource(RECORDS, request.name, key, where, described, request.columns, skips, request.limit, notes)
+    pairs = config.loss is not None
+    return DataSource(RECORDS, request.name, key, where, described, request.columns, skips, request.limit, notes, pairs)
 
 
 def _check_split(config: Config, section: str, paths: list[Path]) -> None:

@@ -9,6 +9,12 @@ as absent, other fields are ignored):
 - ``prompt`` and ``completion``: two strings, or two lists of messages (TRL)
 - ``text``
 
+For a loss of preferences (`DataSource.reads_pairs`) a record has the answers ``chosen`` and ``rejected`` instead:
+
+- two strings after ``prompt`` (a string) or ``instruction`` and ``input``
+- two lists of messages, or two messages, after ``prompt``, ``messages`` or ``conversations`` (lists of messages)
+- without any of these, or with a string beside lists, the prompt is what both answers begin with (TRL)
+
 A conversation may have ``tools``, and ``system`` for a system message before the others.
 """
 
@@ -17,6 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from trainer.data.source.files import DataSource
@@ -34,6 +41,12 @@ _FORMS_FIX = (
     "`completion`, or `text`, or set data_loader.columns to the names of its columns, as {messages: dialogue}"
 )
 _MESSAGES_FIX = "write a list of {role, content}, or of ShareGPT's {from, value}"
+_ANSWERS = ("chosen", "rejected")
+_PROMPTS = ("prompt", "messages", "conversations")
+_PAIRS_FIX = (
+    "give each record `chosen` and `rejected`, as texts or as lists of messages, with their `prompt`, or set "
+    "data_loader.columns to the names of its columns"
+)
 _EMPTY_FIX = "write a text, or remove the record"
 
 
@@ -57,6 +70,7 @@ class Sample(NamedTuple):
     prompt: str  # carries no loss
     text: str  # carries loss
     where: str  # "file:line" or "file: record N"
+    rejected: Sample | None = None  # the other sample of a pair, of which this one is preferred
 
 
 class SkippedRecords:
@@ -86,7 +100,7 @@ def read_samples(source: DataSource, skipped: SkippedRecords) -> Iterator[tuple[
     records = (record for file in source.files for record in read_records(source, file, report))
     for record in islice(records, source.limit):
         try:
-            sample = to_sample(record, source.columns)
+            sample = to_sample(record, source.columns, source.reads_pairs)
         except UserError as error:
             report(error)
             continue
@@ -94,11 +108,12 @@ def read_samples(source: DataSource, skipped: SkippedRecords) -> Iterator[tuple[
             yield sample, record.source_bytes
 
 
-def to_sample(record: Record, columns: Mapping[str, str]) -> Sample | None:
+def to_sample(record: Record, columns: Mapping[str, str], reads_pairs: bool = False) -> Sample | None:
     """Makes a sample from a record; None for an empty text.
 
     Args:
         columns: Our name of a field -> the name of the column of the file that holds it.
+        reads_pairs: Whether the record must be a pair of answers.
 
     Raises:
         UserError: The record has none of the forms, a column is missing, a field has the wrong type, content is empty,
@@ -106,9 +121,13 @@ def to_sample(record: Record, columns: Mapping[str, str]) -> Sample | None:
     """
     fields = _Fields(record, columns)
     try:
-        sample = _make_sample(fields)
-        if sample is not None:
-            _check_unicode(sample)
+        if reads_pairs:
+            sample = _pair(fields)
+        else:
+            sample = _make_sample(fields)
+        for each in (sample, sample and sample.rejected):
+            if each is not None:
+                _check_unicode(each)
         return sample
     except UnicodeEncodeError:
         rule = "the text holds half a surrogate pair (an escape \\ud800 to \\udfff without its other half)"
@@ -197,14 +216,14 @@ def _conversation(fields: _Fields, messages: list[dict[str, Any]]) -> Sample:
     return Sample(messages, _tools(fields), "", "", fields.where)
 
 
-def _instruction(fields: _Fields) -> Sample:
+def _instruction(fields: _Fields, answer: str = "output") -> Sample:
     instruction = fields.text("instruction")
     more = fields.optional_text("input")
-    output = fields.text("output")
+    output = fields.text(answer)
     if not instruction and not more:
         raise _empty(fields.where, fields.key("instruction"))
     if not output.strip():
-        raise _empty(fields.where, fields.key("output"))
+        raise _empty(fields.where, fields.key(answer))
     user = "\n\n".join(part for part in (instruction, more) if part)
     messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
     earlier = _history(fields)
@@ -246,6 +265,81 @@ def _completion(fields: _Fields) -> Sample:
     if not completion.strip():
         raise _empty(fields.where, fields.key("completion"))
     return Sample(None, None, prompt, completion, fields.where)
+
+
+def _pair(fields: _Fields) -> Sample:
+    """Returns the sample of the chosen answer, which has that of the rejected one."""
+    if not fields.has(*_ANSWERS):
+        rule = f"the record has no chosen and rejected answer, which the loss compares; {fields.names}"
+        raise UserError(rule, where=fields.where, fix=_PAIRS_FIX)
+    values = [fields.get(name) for name in _ANSWERS]
+    if values[0] == values[1]:
+        rule = f"{fields.key('chosen')} and {fields.key('rejected')} are the same, so there is nothing to prefer"
+        raise UserError(rule, where=fields.where, fix="remove the record, or set data_loader.bad_records to skip")
+    are_texts = [isinstance(value, str) for value in values]
+    if are_texts[0] != are_texts[1]:
+        rule = f"{fields.key('chosen')} and {fields.key('rejected')} must be two strings or two lists of messages"
+        raise UserError(rule, where=fields.where, fix="write both in the same form")
+    if are_texts[0]:
+        chosen, rejected = _text_pair(fields)
+    else:
+        chosen, rejected = _message_pair(fields)
+    return chosen._replace(rejected=rejected)
+
+
+def _text_pair(fields: _Fields) -> tuple[Sample, Sample]:
+    if fields.has("instruction"):
+        return _instruction(fields, "chosen"), _instruction(fields, "rejected")
+    chosen = fields.text("chosen")
+    rejected = fields.text("rejected")
+    if fields.has("prompt"):
+        prompt = fields.text("prompt")
+    else:
+        prompt = commonprefix([chosen, rejected])
+        if prompt.endswith(" "):  # the space belongs to the word after it, as TRL has it
+            prompt = prompt[:-1]
+        chosen = chosen[len(prompt) :]
+        rejected = rejected[len(prompt) :]
+    samples = []
+    for name, answer in zip(_ANSWERS, (chosen, rejected), strict=True):
+        if not answer.strip():
+            raise _empty(fields.where, fields.key(name))
+        samples.append(Sample(None, None, prompt, answer, fields.where))
+    return samples[0], samples[1]
+
+
+def _message_pair(fields: _Fields) -> tuple[Sample, Sample]:
+    chosen = _answer(fields, "chosen")
+    rejected = _answer(fields, "rejected")
+    name = next((name for name in _PROMPTS if isinstance(fields.get(name), list)), None)
+    if name is not None:
+        prompt = _messages(fields, name)
+    else:
+        same = 0
+        while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
+            same += 1
+        prompt = chosen[:same]
+        chosen = chosen[same:]
+        rejected = rejected[same:]
+    samples = []
+    for key, answer in zip(_ANSWERS, (chosen, rejected), strict=True):
+        if not any(turn["role"] == "assistant" for turn in answer):
+            rule = "the answer has no turn of the assistant after the prompt"
+            raise UserError(rule, where=fields.where, key=fields.key(key), fix="add the turn, or remove the record")
+        earlier = [dict(turn) for turn in prompt]
+        for turn in earlier:
+            if turn["role"] == "assistant":
+                turn["weight"] = 0
+        samples.append(_conversation(fields, earlier + answer))
+    return samples[0], samples[1]
+
+
+def _answer(fields: _Fields, name: str) -> list[dict[str, Any]]:
+    """Returns the messages of an answer, which may be a single one."""
+    value = fields.get(name)
+    if isinstance(value, dict):
+        return [_message(value, fields.key(name), fields.where)]
+    return _messages(fields, name)
 
 
 _FORMS: dict[tuple[str, ...], Callable[[_Fields], Sample | None]] = {

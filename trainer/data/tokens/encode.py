@@ -6,6 +6,7 @@
 - A prompt with its completion is one text between the tokens that begin and end a document; the completion and the end
   carry loss.
 - A text carries loss in all its tokens, and in the token that ends it.
+- The two answers of a pair are two documents, the chosen one first.
 
 Prompt and answer are encoded together, as in use. A token carries loss if it covers a character that carries loss.
 """
@@ -87,11 +88,15 @@ def encode_samples(
         """Yields the documents, and reports each record that cannot become one."""
         for sample, source_bytes in samples:
             try:
-                yield _document(sample, template, train_on, source_bytes)
+                found = [_document(sample, template, train_on, source_bytes)]
+                if sample.rejected is not None:
+                    found.append(_document(sample.rejected, template, train_on, 0))
             except EndlessTemplateError:
                 raise
             except UserError as error:
                 report(error)
+                continue
+            yield from found
 
     for group in _groups(documents(), lambda document: len(document.text), group_bytes):
         yield _encode_documents(group, tokenizer)

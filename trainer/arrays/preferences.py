@@ -1,0 +1,138 @@
+"""Losses of pairs of a chosen and a rejected answer, from the log-probabilities of their tokens.
+
+With the score s of each answer, the sum of the log-probabilities of its tokens, or their mean:
+
+    type    score                    loss of a pair                                            paper
+    dpo     sum, minus reference     -log sigmoid(beta (s_c - s_r))                            Rafailov 2023, eq. 7
+    ipo     mean, minus reference    (s_c - s_r - 1 / (2 beta))^2                              Azar 2023, eq. 17
+    simpo   mean                     -log sigmoid(beta (s_c - s_r) - gamma)                    Meng 2024, eq. 6
+    orpo    mean                     -s_c - beta log sigmoid(log odds(s_c) - log odds(s_r))    Hong 2024, eq. 6
+
+The paper of IPO has sums. As in TRL they are means, so that beta means the same for answers of any length. The reward
+of an answer is beta times its score.
+
+Legend: N tokens of a micro-batch, B its sequences, D the most documents of a sequence, A = B * D, P = A / 2 pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.config.schema.runner import LossConfig
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, PairBatch
+
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+"""Names of the sums over pairs, as in TRL."""
+ACCURACIES = REWARDS[3]
+MARGINS = REWARDS[2]
+_LARGEST_MEAN = -1e-7  # of log-probabilities: the odds of a certain answer are infinite
+
+
+class PairLosses(NamedTuple):
+    """The losses of pairs, and their derivatives by the scores of both answers."""
+
+    losses_P: np.ndarray
+    chosen_slopes_P: np.ndarray
+    rejected_slopes_P: np.ndarray
+
+
+def pair_losses(loss: LossConfig, chosen_P: np.ndarray, rejected_P: np.ndarray) -> PairLosses:
+    """Computes the losses of pairs from the scores of their answers, float64."""
+    beta = loss.strength
+    margins_P = chosen_P - rejected_P
+    if loss.type == "ipo":
+        excess_P = margins_P - 1 / (2 * beta)
+        return PairLosses(excess_P**2, 2 * excess_P, -2 * excess_P)
+    if loss.type == "orpo":
+        chosen_P = np.minimum(chosen_P, _LARGEST_MEAN)
+        rejected_P = np.minimum(rejected_P, _LARGEST_MEAN)
+        odds_P = (chosen_P - _log_complement(chosen_P)) - (rejected_P - _log_complement(rejected_P))
+        slopes_P = -beta * _sigmoid(-odds_P)
+        return PairLosses(
+            -chosen_P + beta * np.logaddexp(0, -odds_P),
+            -1 - slopes_P / np.expm1(chosen_P),
+            slopes_P / np.expm1(rejected_P),
+        )
+    logits_P = beta * margins_P
+    if loss.type == "simpo":
+        logits_P = logits_P - loss.gamma
+    slopes_P = -beta * _sigmoid(-logits_P)
+    return PairLosses(np.logaddexp(0, -logits_P), slopes_P, -slopes_P)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.exp(-np.logaddexp(0, -x))
+
+
+def _log_complement(x: np.ndarray) -> np.ndarray:
+    """Returns log(1 - exp(x)) for x below 0."""
+    return np.log(-np.expm1(x))
+
+
+@dataclass
+class Pairs:
+    """The pairs of a micro-batch, and what a forward pass finds out about them.
+
+    Attributes:
+        documents_N: The document of each token: 2 k is the chosen answer of pair k, 2 k + 1 the rejected one.
+        reference_A: Log-probability of each document before the training; zeros where the loss needs none.
+        log_probs_A: The sum over the tokens of each document, after the forward pass.
+        sums: Sums over the pairs, by the names of `REWARDS`, after the forward pass.
+    """
+
+    loss: LossConfig
+    count: int
+    documents_N: np.ndarray
+    reference_A: np.ndarray
+    log_probs_A: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def weigh(self, losses_N: np.ndarray, valid_N1: np.ndarray) -> tuple[np.float32, np.ndarray]:
+        """Computes the sum of the losses of the pairs, and its derivative by the loss of each token, float32 [N, 1].
+
+        Args:
+            losses_N: The negative log-probability of each label.
+            valid_N1: 1 for a loss token, else 0.
+        """
+        valid_N = valid_N1[:, 0].astype(np.float64)
+        size = len(self.reference_A)
+        tokens_A = np.bincount(self.documents_N, valid_N, size)
+        self.log_probs_A = -np.bincount(self.documents_N, losses_N * valid_N, size)
+        lengths_A = np.ones(size)
+        if self.loss.type != "dpo":
+            lengths_A = np.maximum(tokens_A, 1)
+        scores_A = (self.log_probs_A - self.reference_A) / lengths_A
+        is_pair_P = tokens_A[::2] > 0
+        chosen_P = scores_A[::2][is_pair_P]
+        rejected_P = scores_A[1::2][is_pair_P]
+        found = pair_losses(self.loss, chosen_P, rejected_P)
+        rewards = self.loss.strength * chosen_P, self.loss.strength * rejected_P
+        values = *rewards, rewards[0] - rewards[1], (rewards[0] > rewards[1]).astype(np.float64)
+        self.sums = {name: float(value.sum()) for name, value in zip(REWARDS, values, strict=True)}
+        slopes_A = np.zeros(size)
+        slopes_A[::2][is_pair_P] = found.chosen_slopes_P
+        slopes_A[1::2][is_pair_P] = found.rejected_slopes_P
+        weights_N = -(slopes_A / lengths_A)[self.documents_N] * valid_N
+        return np.float32(found.losses_P.sum()), weights_N.astype(np.float32)[:, None]
+
+
+def find_pairs(batch: Batch | PairBatch, loss: LossConfig) -> Pairs:
+    """Finds the pairs of a batch; documents 2 k and 2 k + 1 of a sequence are one."""
+    rows = len(batch.segment_ids)
+    documents = int(batch.segment_ids.max()) // 2 * 2 + 2
+    reference_A = None
+    if isinstance(batch, PairBatch):
+        documents = max(documents, batch.reference.shape[1])
+        reference_BA = np.zeros((rows, documents))
+        reference_BA[:, : batch.reference.shape[1]] = batch.reference
+        reference_A = reference_BA.reshape(-1)
+    elif loss.needs_reference:
+        raise ValueError(f"{loss.type} needs the log-probabilities before the training")
+    else:
+        reference_A = np.zeros(rows * documents)
+    documents_BT = batch.segment_ids + documents * np.arange(rows)[:, None]
+    first_BT = documents_BT[batch.labels != IGNORE_INDEX]
+    return Pairs(loss, len(np.unique(first_BT // 2)), documents_BT.reshape(-1), reference_A)

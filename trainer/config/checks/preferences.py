@@ -1,0 +1,71 @@
+"""Rules about the loss of preferences: which data have pairs, and what computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainer.config.checks.parallel import parallel_degrees, shards_optimizer, zero_level
+from trainer.config.checks.problem import ConfigError, problem
+from trainer.config.schema.data import EVAL, TRAIN
+from trainer.config.schema.root import Config
+from trainer.parallel.world import World
+
+_KEY = "loss.type"
+_RECORDS = ("JsonlDataset", "HFDataLoader", "CommonDataLoader")
+
+
+def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterator[ConfigError]:
+    """Yields one error for all that the loss of preferences does not support, and those of the data.
+
+    Args:
+        on_arrays: Whether native CPU layers compute the model.
+    """
+    loss = config.loss
+    if loss is None or not (config.trains or config.run_mode == "eval"):
+        return
+    lacking = list(_unsupported(config, world, on_arrays))
+    if lacking:
+        rule = f"a loss of preferences is not yet supported with {', '.join(lacking)}"
+        yield problem(config, _KEY, rule, "leave that out, or leave out loss")
+    if config.run_mode == "eval" and loss.needs_reference:
+        rule = "run_mode eval does not know the weights before the training, which this loss compares with"
+        yield problem(config, _KEY, rule, "evaluate during the training: do_eval")
+    if loss.type != "simpo" and config.source.where("loss.gamma"):
+        yield problem(config, "loss.gamma", f"only simpo has a margin, and loss.type is {loss.type}", "leave it out")
+    for section in (TRAIN, EVAL):
+        yield from _data_problems(config, section)
+
+
+def _unsupported(config: Config, world: World, on_arrays: bool) -> Iterator[str]:
+    """Yields what the configuration has that this loss does not support."""
+    degrees = parallel_degrees(config, world)
+    if config.classifier is not None:
+        yield "a classifier"
+    elif not on_arrays:
+        yield "anything but native layers on a CPU (an Ascend, context.mode 1, semi-automatic mode)"
+    if config.classifier is None and config.decoder.experts is not None:
+        yield "experts"
+    if config.classifier is None and config.decoder.mtp_depth:
+        yield "multi-token prediction"
+    for name in ("model_parallel", "context_parallel", "expert_parallel", "pipeline_stage"):
+        degree = getattr(degrees, name)
+        if degree > 1:
+            yield f"{name} {degree}"
+    if shards_optimizer(config, world) and zero_level(config) == "level3":
+        yield "sharded weights (level3)"
+
+
+def _data_problems(config: Config, section: str) -> Iterator[ConfigError]:
+    data = getattr(config, section)
+    if data is None:
+        return
+    if data.data_loader.type not in _RECORDS:
+        key = f"{section}.data_loader.type"
+        rule = "a loss of preferences needs records with chosen and rejected"
+        yield problem(config, key, rule, "write JsonlDataset or HFDataLoader, or leave out loss", because=_KEY)
+    if data.packing == "cut":
+        rule = "a pair stays whole in a sequence"
+        yield problem(config, f"{section}.packing", rule, "write whole or none, or leave it out")
+    if data.train_on == "all":
+        rule = "a loss of preferences compares answers, which carry loss without their prompt"
+        yield problem(config, f"{section}.train_on", rule, "write assistant or last, or leave it out")
