@@ -47,6 +47,7 @@ _PAIRS_FIX = (
     "give each record `chosen` and `rejected`, as texts or as lists of messages, with their `prompt`, or set "
     "data_loader.columns to the names of its columns"
 )
+_EMPTY = "its content is empty"
 _EMPTY_FIX = "write a text, or remove the record"
 
 
@@ -73,6 +74,10 @@ class Sample(NamedTuple):
     rejected: Sample | None = None  # the other sample of a pair, of which this one is preferred
 
 
+class EmptyAnswerError(UserError):
+    """A record whose answer is empty. Published files have some, so it is always left out, and counted."""
+
+
 class SkippedRecords:
     """Counts the records that were left out because they are bad, and keeps the error of the first."""
 
@@ -89,7 +94,7 @@ class SkippedRecords:
 def read_samples(source: DataSource, skipped: SkippedRecords) -> Iterator[tuple[Sample, int]]:
     """Reads all samples of a source, each with the bytes of the source that it consumed; empty texts are left out.
 
-    Bad records are added to `skipped` if the source skips them.
+    Bad records are added to `skipped` if the source skips them, and records with an empty answer always.
 
     Raises:
         UserError: A record is bad and not skipped, or a file is damaged.
@@ -101,6 +106,9 @@ def read_samples(source: DataSource, skipped: SkippedRecords) -> Iterator[tuple[
     for record in islice(records, source.limit):
         try:
             sample = to_sample(record, source.columns, source.reads_pairs)
+        except EmptyAnswerError as error:
+            skipped.add(error)
+            continue
         except UserError as error:
             report(error)
             continue
@@ -223,7 +231,7 @@ def _instruction(fields: _Fields, answer: str = "output") -> Sample:
     if not instruction and not more:
         raise _empty(fields.where, fields.key("instruction"))
     if not output.strip():
-        raise _empty(fields.where, fields.key(answer))
+        raise EmptyAnswerError(_EMPTY, where=fields.where, key=fields.key(answer), fix=_EMPTY_FIX)
     user = "\n\n".join(part for part in (instruction, more) if part)
     messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
     earlier = _history(fields)
@@ -263,7 +271,7 @@ def _completion(fields: _Fields) -> Sample:
     prompt = fields.text("prompt")
     completion = fields.text("completion")
     if not completion.strip():
-        raise _empty(fields.where, fields.key("completion"))
+        raise EmptyAnswerError(_EMPTY, where=fields.where, key=fields.key("completion"), fix=_EMPTY_FIX)
     return Sample(None, None, prompt, completion, fields.where)
 
 
@@ -450,7 +458,7 @@ def _check_unicode(sample: Sample) -> None:
 
 
 def _empty(where: str, key: str) -> UserError:
-    return UserError("its content is empty", where=where, key=key, fix=_EMPTY_FIX)
+    return UserError(_EMPTY, where=where, key=key, fix=_EMPTY_FIX)
 
 
 def _wrong(where: str, key: str, value: object, expected: str, fix: str) -> UserError:

@@ -126,3 +126,11 @@ def test_sft_reads_advertisegen_and_says_what_its_loss_covers(tmp_path: Path) ->
 def test_what_sft_cannot_follow_is_refused(tmp_path: Path, keys: dict, part: str) -> None:
     message = error_of(tmp_path, **keys)
     assert part in message and "Fix: " in message, message
+
+
+def test_a_record_with_an_empty_answer_is_left_out_and_counted(tmp_path: Path) -> None:
+    records = [*ALPACA, {"instruction": "Be silent.", "output": " "}, {"prompt": "Say nothing.", "completion": ""}]
+    file = tmp_path / "some.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    samples, skipped = samples_of(tmp_path, type="JsonlDataset", dataset_dir=str(file))
+    assert (len(samples), skipped) == (2, 2)
