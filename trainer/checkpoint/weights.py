@@ -47,6 +47,8 @@ _OF_MODULES = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
 """Ends of the names that only multi-token prediction (MTP) modules have."""
 # Tables that older Hugging Face files contain; here they are computed from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
+_OTHER_MODULES = "model.mtp_"
+"""How names in MTP modules of ERNIE 4.5 begin, which are not those of DeepSeek-V3."""
 
 
 def open_initial_weights(
@@ -349,8 +351,10 @@ def is_finite(array: np.ndarray) -> bool:
 # belong to the training, and the files of most families have none.
 
 
-def unused_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
+def unused_modules(names: Collection[str], settings: ModelConfig) -> tuple[set[str], str]:
     """Returns the tensors of MTP modules in the file that the model does not have, and a note about them."""
+    if others := {name for name in names if name.startswith(_OTHER_MODULES)}:
+        return others, "not loaded from the checkpoint, as in transformers: the multi-token prediction modules of ERNIE"
     beyond = [name for name in names if _layer(name) >= settings.num_layers]
     layers = {_layer(name) for name in beyond}
     modules = _modules(beyond)

@@ -77,6 +77,19 @@ def test_modules_that_the_model_lacks_are_left_out_with_a_note(
         np.testing.assert_array_equal(array, whole[key])
 
 
+def test_modules_of_ernie_are_left_out_with_a_note(tmp_path: Path) -> None:
+    name = "family_ernie4_5_moe"
+    module = {f"model.mtp_{part}.weight": np.ones(12, np.float32) for part in ("block.0.mlp.up_proj", "emb_norm.0")}
+    save_file(dict(weights_of(name)) | module, tmp_path / "model.safetensors")
+    config, notes = config_of(name, tmp_path), []
+    found = load_initial_weights(config, notes.append)
+    assert {key: array.shape for key, array in found.items()} == parameter_shapes(config.decoder)
+    bias_1E = weights_of(name)["model.layers.1.mlp.moe_statics.e_score_correction_bias"]
+    np.testing.assert_array_equal(found[f"model.layers.1.{EXPERT_BIAS}"], bias_1E[0])
+    (text,) = notes
+    assert "as in transformers: the multi-token prediction modules of ERNIE" in text
+
+
 def test_a_deeper_model_is_not_mistaken_for_modules(modules: Path) -> None:
     weights = load_file(modules / "model.safetensors")
     copies = {name.replace(".0.", ".3."): array for name, array in weights.items() if ".layers.0." in name}
