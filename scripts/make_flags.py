@@ -45,7 +45,7 @@ run_trainer.py status   DIR [--json]
 run_trainer.py stop     DIR
 run_trainer.py verify   DIR [--json]
 run_trainer.py convert  FILE [--to 1.x|2.0] [--output FILE] [--force] [--lossy] [--proof] [--steps N]
-run_trainer.py export   --config FILE --output PATH [--adapter DIR --merge] [--force] [flags]
+run_trainer.py export   --config FILE --output PATH [--adapter DIR --merge [--check]] [--force] [flags]
 run_trainer.py merge    MODEL MODEL... --output DIR [--method METHOD] [--weight X] [--base DIR] [--dtype D] [--force]
 run_trainer.py doctor   [--output_dir DIR] [--deep] [--json]
 run_trainer.py schema

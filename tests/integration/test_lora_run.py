@@ -237,6 +237,26 @@ def test_the_merged_file_is_base_and_adapters(path: Path, base: Path, whole: Pat
             np.testing.assert_array_equal(array, original[name])
 
 
+def test_check_compares_the_logits_before_and_after(
+    home: Path, path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding in float32, more in bfloat16, and far more if the merge were wrong."""
+    command = ("--config", path, "--adapter", whole, "--merge", "--check", "--force", "--output", home / "checked")
+
+    def difference(*flags: str) -> float:
+        found = re.search(r"check: logits before and after .* by at most (\S+), of (\S+) ", exported(*command, *flags))
+        return float(found[1]) / float(found[2])
+
+    limit = decoder_limits(config_of(path).decoder, rows=4).loss
+    exact, rounded = difference(), difference("--dtype", "bfloat16")
+    assert exact < limit < rounded
+    monkeypatch.setattr("trainer.run.export.merge_adapters", lambda weights, settings: {
+        name: weights[name] for name in parameter_shapes(settings)})  # fmt: skip
+    assert difference() > 100 * limit
+    code, _, errors = call("export", "--config", path, "--output", home / "x", "--check", cwd=home)
+    assert code == 2 and "--check" in errors and "add --adapter" in errors
+
+
 def numbers_of(path: Path) -> dict[str, np.ndarray]:
     return {name: array.read() for name, array in read_weights(path).items()}
 

@@ -541,6 +541,9 @@ def _export(
     output: Annotated[str | None, typer.Option(help="The folder, or a .safetensors file.", metavar="PATH")] = None,
     adapter: Annotated[str | None, typer.Option(help="The adapters: --adapter_id.", metavar="PATH")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters into the weights.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare logits before and after the merge; loads MindSpore.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.", metavar="NAME")] = "float32",
     shard_size: Annotated[str, typer.Option("--shard_size", help="Size of a weight file.", metavar="SIZE")] = "5GB",
@@ -552,7 +555,7 @@ def _export(
 
     With [bold]--adapter DIR --merge[/bold] the adapters of a training are merged in.
 
-    Never loads MindSpore.
+    Loads MindSpore for [bold]--check[/bold] alone.
     """
     from trainer.checkpoint.hugging_face import DTYPES, parse_size
     from trainer.config import Override
@@ -566,9 +569,17 @@ def _export(
         arguments.overrides.append(Override("adapter_id", adapter, "flag --adapter"))
     if dtype not in DTYPES:
         raise UserError("no such dtype", key="--dtype", value=dtype, fix=f"write one of {', '.join(DTYPES)}")
+    if check and not merge:
+        fix = "add --adapter output/checkpoints --merge"
+        raise UserError("compares a model before and after a merge", key="--check", fix=fix)
     size = parse_size(shard_size)
     config_ = _load(arguments)
-    print(export(config_, user_path(output, "flag --output"), merge=merge, force=force, dtype=dtype, shard_bytes=size))
+    path = user_path(output, "flag --output")
+    print(export(config_, path, merge=merge, force=force, dtype=dtype, shard_bytes=size))
+    if check:
+        from trainer.run.check_merge import check_merge
+
+        print(check_merge(config_, path))
     return EXIT_OK
 
 
