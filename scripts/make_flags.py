@@ -35,6 +35,7 @@ not edit it.
 run_trainer.py [train]  --config FILE [flags]
 run_trainer.py plan     --config FILE [flags] [--ranks N] [--local_ranks N] [--audit ascend] [--verbose] [--json]
 run_trainer.py smoke    --config FILE [flags] [--ranks N] [--steps N] [--json]
+run_trainer.py smoke    [FILE|DIR ...] [--against REV] [--junit FILE] [--summary FILE] [flags] [--json]
 run_trainer.py chat     CHECKPOINT [--config FILE] [flags]
 run_trainer.py data     --config FILE [flags] [--rows N] [--json]
 run_trainer.py sweep    --config FILE --grid KEY=V,V [--grid ...] [--jobs N] [flags]

@@ -73,6 +73,7 @@ ROOMS = (
     ("trainer.dryrun",),
     ("trainer.smoke", "trainer.sweep"),
     ("trainer.convert",),
+    ("trainer.ci",),
     ("trainer.cli",),
 )
 LAST_ROOM_BEFORE_MINDSPORE = "trainer.launch.checks"

@@ -51,7 +51,8 @@ SWITCHES = {
 OPTIONS = {
     "export": ("--output", "--dtype", "--shard_size", "--adapter"),
     "plan": ("--ranks", "--local_ranks", "--audit", "--dryrun", "--rank", "--schedule"),
-    "data": ("--rows",), "smoke": ("--ranks", "--steps"), "sweep": ("--grid", "--jobs"),
+    "data": ("--rows",), "sweep": ("--grid", "--jobs"),
+    "smoke": ("--ranks", "--steps", "--against", "--junit", "--summary"),
 }  # fmt: skip
 
 # `kind` of a fenced block -> its text.
@@ -162,6 +163,10 @@ def check_command(words: list[str]) -> None:
     own, own_values = SWITCHES.get(name, ("--help",)), OPTIONS.get(name, ())
     arguments = split_arguments(words[words[:1] == [name] :], own, own_values)
     assert {word for word in arguments.rest if word.startswith("--")} <= {*own, *own_values}, words
+    if name == "smoke" and arguments.config is None:  # several files, or those that changed
+        paths = [word for word in arguments.rest[1:] if word.startswith("configs/")]
+        assert all((REPOSITORY / path).exists() for path in paths) and (paths or "--against" in words), words
+        return
     if name not in WITHOUT_CONFIG and "--help" not in arguments.rest:
         assert arguments.config is not None, words
         # The config.yaml that a run leaves is there only after it: the examples train quickstart.yaml.

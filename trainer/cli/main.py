@@ -365,19 +365,23 @@ def _plan(
 @app.command("smoke")
 def _smoke(
     context: typer.Context,
+    files: Annotated[list[str] | None, typer.Argument(metavar="[FILE|DIR]...", help="Several files.")] = None,
     config: _ConfigFile = None,
     options: _Options = None,
     ranks: Annotated[int, typer.Option("--ranks", help="Processes to train on.", metavar="INT")] = 1,
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.", metavar="INT")] = 3,
     json_: _Json = False,
+    against: Annotated[
+        str | None, typer.Option(help="Compare plans with a git revision; no file: what changed.", metavar="REV")
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML.", metavar="FILE")] = None,
+    summary: Annotated[Path | None, typer.Option(help="Write a summary in Markdown.", metavar="FILE")] = None,
 ) -> int:
-    """Tries a training file on any machine: a small copy trains, saves, resumes and evaluates.
+    """Tries training files on any machine: a small copy trains, saves, resumes and evaluates.
 
     It shrinks the model, replaces data and weights that are not here, and says what it changed. It ends with pass or
-    fail: exit code 0, 1, or 2 where the file itself is wrong.
+    fail: exit code 0, 1, or 2 where the file itself is wrong; of several files the worst.
     """
-    if ranks == 1:  # a launcher has handlers of its own, and the processes it starts would inherit blocked signals
-        receive_signals_in_a_thread()
     from trainer.smoke.report import changes_section, outcome_lines, smoke_result_dict
     from trainer.smoke.run import FEWEST_STEPS, smoke
     from trainer.tables import print_sections
@@ -386,6 +390,13 @@ def _smoke(
         if value < least:
             fix = f"write {key} {least} or more"
             raise UserError(f"must be at least {least}", where=f"flag {key}", key=key, value=value, fix=fix)
+    if files or against is not None or junit is not None or summary is not None:
+        from trainer.ci.command import smoke_all
+
+        reports_ = {"junit": junit, "summary": summary}
+        return smoke_all(context.obj, files or [], against, reports_, ranks, steps, json_)
+    if ranks == 1:  # a launcher has handlers of its own, and the processes it starts would inherit blocked signals
+        receive_signals_in_a_thread()
     problems: list[ConfigError] = []
     output = sys.stdout
     if json_:

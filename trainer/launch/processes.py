@@ -78,8 +78,16 @@ def catches(pid: int, number: int) -> bool:
     return False
 
 
-def start_session(command: Sequence[str], environment: Mapping[str, str], output: BinaryIO | int) -> subprocess.Popen:
-    """Starts a program without input in a session of its own; the system kills it when this process is gone."""
+def start_session(
+    command: Sequence[str], environment: Mapping[str, str], output: BinaryIO | int, errors: BinaryIO | int | None = None
+) -> subprocess.Popen:
+    """Starts a program without input in a session of its own; the system kills it when this process is gone.
+
+    Args:
+        errors: Its standard error; None: as its standard output.
+    """
+    if errors is None:
+        errors = output
     parent = os.getpid()
 
     def die_with_parent() -> None:
@@ -92,7 +100,7 @@ def start_session(command: Sequence[str], environment: Mapping[str, str], output
         command,
         stdin=subprocess.DEVNULL,
         stdout=output,
-        stderr=output,
+        stderr=errors,
         env=environment,
         start_new_session=True,
         preexec_fn=die_with_parent,

@@ -1,0 +1,1 @@
+"""Tries several training files, as continuous integration does: plans, small copies, and a report of all."""
