@@ -50,6 +50,17 @@ def write_instructions(path: Path, records: int = 48) -> Path:
     return path
 
 
+def write_preferences(path: Path, records: int = 96) -> Path:
+    """Writes JSON lines with a chosen and a rejected answer to each prompt; the chosen one ends with a full stop."""
+    draw = random.Random(9)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(records):
+            prompt = draw.choice(WORDS)
+            answers = [f"{draw.choice(WORDS)} {word}" for word in draw.sample(WORDS, 2)]
+            print(json.dumps({"prompt": prompt, "chosen": f" {answers[0]}.", "rejected": f" {answers[1]}"}), file=file)
+    return path
+
+
 def settings(folder: Path, data: Path | str) -> dict[str, Any]:
     """Returns a configuration that trains in a second: 2 layers, hidden 16, rows of 16 bytes."""
     return {

@@ -9,7 +9,7 @@ With the score s of each answer, the sum of the log-probabilities of its tokens,
     orpo    mean                     -s_c - beta log sigmoid(log odds(s_c) - log odds(s_r))    Hong 2024, eq. 6
 
 The paper of IPO has sums. As in TRL they are means, so that beta means the same for answers of any length. The reward
-of an answer is beta times its score.
+of an answer is beta times its score, of ipo beta times the sum.
 
 Legend: N tokens of a micro-batch, B its sequences, D the most documents of a sequence, A = B * D, P = A / 2 pairs.
 """
@@ -109,7 +109,12 @@ class Pairs:
         chosen_P = scores_A[::2][is_pair_P]
         rejected_P = scores_A[1::2][is_pair_P]
         found = pair_losses(self.loss, chosen_P, rejected_P)
-        rewards = self.loss.strength * chosen_P, self.loss.strength * rejected_P
+        # TRL's rewards of ipo are sums, although its loss has means.
+        scale_A = np.full(size, self.loss.strength)
+        if self.loss.type == "ipo":
+            scale_A *= lengths_A
+        rewards_A = scores_A * scale_A
+        rewards = rewards_A[::2][is_pair_P], rewards_A[1::2][is_pair_P]
         values = *rewards, rewards[0] - rewards[1], (rewards[0] > rewards[1]).astype(np.float64)
         self.sums = {name: float(value.sum()) for name, value in zip(REWARDS, values, strict=True)}
         slopes_A = np.zeros(size)
@@ -123,16 +128,12 @@ def find_pairs(batch: Batch | PairBatch, loss: LossConfig) -> Pairs:
     """Finds the pairs of a batch; documents 2 k and 2 k + 1 of a sequence are one."""
     rows = len(batch.segment_ids)
     documents = int(batch.segment_ids.max()) // 2 * 2 + 2
-    reference_A = None
-    if isinstance(batch, PairBatch):
-        documents = max(documents, batch.reference.shape[1])
-        reference_BA = np.zeros((rows, documents))
-        reference_BA[:, : batch.reference.shape[1]] = batch.reference
-        reference_A = reference_BA.reshape(-1)
-    elif loss.needs_reference:
-        raise ValueError(f"{loss.type} needs the log-probabilities before the training")
-    else:
-        reference_A = np.zeros(rows * documents)
+    reference_BA = np.zeros((rows, documents))
+    if loss.needs_reference:
+        if not isinstance(batch, PairBatch):
+            raise ValueError(f"{loss.type} needs the log-probabilities before the training")
+        known = min(documents, batch.reference.shape[1])  # beyond the documents of these rows it is 0
+        reference_BA[:, :known] = batch.reference[:, :known]
     documents_BT = batch.segment_ids + documents * np.arange(rows)[:, None]
     first_BT = documents_BT[batch.labels != IGNORE_INDEX]
-    return Pairs(loss, len(np.unique(first_BT // 2)), documents_BT.reshape(-1), reference_A)
+    return Pairs(loss, len(np.unique(first_BT // 2)), documents_BT.reshape(-1), reference_BA.reshape(-1))

@@ -105,7 +105,8 @@ def _compute(
             batch = concatenate(batch, loader.dataset.padding(missing))
         inputs = build_inputs(PairBatch(*batch, np.zeros((size, documents))))
         model(inputs)
-        log_probs[first:end] = inputs.pairs.log_probs_A.reshape(size, documents)[: end - first]
+        found_BD = inputs.pairs.log_probs_A.reshape(size, -1)[: end - first]
+        log_probs[first:end, : found_BD.shape[1]] = found_BD[:, :documents]
         on_batch(done, len(starts))
     [summed] = communicator.all_reduce([log_probs])
     return np.asarray(summed).reshape(shape)

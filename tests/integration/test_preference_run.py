@@ -1,0 +1,176 @@
+"""Preferences from the command line: DPO learns, resumes bit for bit, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_helpers import (
+    arrays_of,
+    assert_same_bits,
+    column,
+    config_of,
+    eval_records,
+    figures,
+    step_records,
+    train,
+    write_config,
+    write_preferences,
+)
+from tolerances import RUN_LOSSES, RUN_NORMS
+
+from trainer.errors import UserError
+from trainer.run.prepare import build_plan
+
+pytestmark = pytest.mark.slow
+
+HALF = 8
+REWARDS = ["rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
+CHANGES = {
+    "loss": {"type": "dpo", "beta": 0.5},
+    "model.model_config.seq_length": 48,
+    "train_dataset.data_loader.type": "JsonlDataset",
+    "runner_config": {"batch_size": 4, "epochs": 4, "gradient_accumulation_steps": 2, "stop_step": 2 * HALF},
+    "lr_schedule": {"type": "ConstantWarmUpLR", "learning_rate": 0.01},
+    "do_eval": True,
+    "eval_step_interval": HALF,
+    "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": HALF, "keep_checkpoint_max": 3}],
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    write_preferences(folder / "pairs.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def path(home: Path) -> Path:
+    return write_config(home / "config", home / "pairs.jsonl", CHANGES)
+
+
+@pytest.fixture(scope="module")
+def whole(path: Path, home: Path) -> Path:
+    return train(path, output_dir=home / "whole")
+
+
+def references(home: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (home / "config" / "cache").glob("reference-*.bin")}
+
+
+def test_the_margin_grows(whole: Path) -> None:
+    steps = step_records(whole)
+    assert abs(steps[0]["loss"] - np.log(2)) < RUN_LOSSES  # the weights are those of the reference
+    assert [steps[0][name] for name in REWARDS] == [0, 0, 0, 0]
+    assert steps[-1]["rewards/accuracies"] == 1 and steps[-1]["rewards/margins"] > 1
+    assert steps[-1]["loss"] < 0.3
+    first, last = eval_records(whole)
+    assert last["eval_accuracy"] >= 0.9 and last["eval_margin"] > first["eval_margin"] > 0
+    assert last["eval_loss"] < first["eval_loss"] and "eval_perplexity" not in last
+
+
+def test_the_reference_is_computed_once_for_weights_and_data(whole: Path, path: Path, home: Path) -> None:
+    before = references(home)
+    assert len(before) == 2  # of the training data and of what is held out
+    train(path, output_dir=home / "again", runner_config__stop_step=2)
+    assert references(home) == before
+    train(path, output_dir=home / "other", runner_config__stop_step=1, seed=2)
+    assert len(references(home)) == 4
+
+
+def test_damaged_references_are_computed_again(whole: Path, path: Path, home: Path) -> None:
+    before = references(home)
+    for name, content in before.items():
+        (home / "config" / "cache" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    train(path, output_dir=home / "damaged", runner_config__stop_step=1)
+    assert figures(home / "damaged") == figures(whole)[:1]
+    after = references(home)
+    assert after.keys() == before.keys()
+    assert sum(after[name] == before[name] for name in before) == 2  # of this seed
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["file", "no file"])
+def test_a_stopped_run_continues_bit_for_bit(whole: Path, path: Path, home: Path, keeps: bool) -> None:
+    output = home / f"resumed-{keeps}"
+    train(path, output_dir=output, runner_config__stop_step=HALF)
+    if not keeps:
+        for name in references(home):
+            (home / "config" / "cache" / name).unlink()
+    train(path, output_dir=output, resume_training=True)
+    assert figures(output) == figures(whole)
+    assert_same_bits(arrays_of(output), arrays_of(whole))
+    for name in REWARDS:
+        assert column(step_records(output), name) == column(step_records(whole), name)
+
+
+def test_another_first_model_cannot_continue(whole: Path, path: Path, home: Path) -> None:
+    output = home / "changed"
+    shutil.copytree(whole / "checkpoints", output / "checkpoints")
+    state = output / "checkpoints" / f"step-{2 * HALF:08d}" / "state.json"
+    assert json.loads(state.read_text())["step"]["first_weights"]
+    first = home / "first"
+    train(path, output_dir=first, runner_config__stop_step=1)
+    with pytest.raises(UserError, match="compares with the weights before the training"):
+        train(path, output_dir=output, resume_training=True, runner_config__stop_step=2 * HALF + 1,
+              load_checkpoint=first / "checkpoints")  # fmt: skip
+
+
+def test_accumulation_equals_one_batch(whole: Path, path: Path, home: Path) -> None:
+    once = train(path, output_dir=home / "once", runner_config__batch_size=8,
+                 runner_config__gradient_accumulation_steps=1)  # fmt: skip
+    np.testing.assert_allclose(
+        column(step_records(once), "loss")[:4], column(step_records(whole), "loss")[:4], rtol=RUN_NORMS
+    )
+
+
+@pytest.mark.parametrize("kind", ["ipo", "simpo", "orpo"])
+def test_other_losses_learn(path: Path, home: Path, kind: str) -> None:
+    before = references(home)
+    output = train(path, output_dir=home / kind, loss__type=kind, loss__beta="null")
+    steps = step_records(output)
+    assert steps[-1]["loss"] < steps[0]["loss"] and steps[-1]["rewards/margins"] > steps[0]["rewards/margins"]
+    assert eval_records(output)[-1]["eval_accuracy"] >= 0.8
+    if kind != "ipo":
+        assert references(home) == before
+
+
+def test_adapters_compare_with_the_base_model(path: Path, home: Path) -> None:
+    base = train(path, output_dir=home / "base", runner_config__stop_step=2)
+    adapters = '{"lora_rank": 2, "lora_alpha": 4, "target_modules": ".*wq|.*wv|.*w2", "lora_dropout": 0.1}'
+    flags = {"load_checkpoint": base, "run_mode": "finetune", "model__model_config__pet_config": adapters}
+    tuned = train(path, output_dir=home / "adapters", **flags)
+    steps = step_records(tuned)
+    assert [steps[0][name] for name in REWARDS] == [0, 0, 0, 0]
+    first, last = eval_records(tuned)
+    assert last["eval_margin"] > first["eval_margin"] > 0
+    halves = home / "adapter-halves"
+    train(path, output_dir=halves, runner_config__stop_step=HALF, **flags)
+    train(path, output_dir=halves, resume_training=True, **flags)
+    assert_same_bits(arrays_of(halves), arrays_of(tuned))
+
+
+REFUSED = {
+    "experts": {"model__model_config__moe_config": '{"expert_num": 4, "num_experts_chosen": 2}'},
+    "multi-token prediction": {"model__model_config__mtp_depth": 1},
+    "context.mode 1": {"context__mode": 1},
+    "does not know the weights before the training": {"run_mode": "eval"},
+    "only simpo has a margin": {"loss__gamma": 0.1},
+    "needs records with chosen and rejected": {"train_dataset__data_loader__type": "TextDataset"},
+    "a pair stays whole in a sequence": {"train_dataset__packing": "cut"},
+    "which carry loss without their prompt": {"train_dataset__train_on": "all"},
+    "; pair 1 of": {"model__model_config__seq_length": 20},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_does_not_fit_is_refused(whole: Path, path: Path, home: Path, text: str) -> None:
+    flags = dict(REFUSED[text])
+    if flags.get("run_mode"):
+        flags["load_checkpoint"] = str(whole)
+    with pytest.raises(UserError) as error:
+        build_plan(config_of(path, **flags))
+    assert text in str(error.value) and "Fix: " in str(error.value)

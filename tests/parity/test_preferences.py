@@ -1,0 +1,128 @@
+"""Losses of preferences against TRL's formulas: values, rewards and gradients; steps in parts equal one step."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy_kernels
+import pytest
+from native_layers import HIDDEN, Case, normal
+from numpy_kernels import distance
+from preference_cases import TYPES, answers_of, loss_of, pair_batch, trl_losses, trl_rewards
+from tiny_trainer import TOKENS, VOCABULARY, config_of
+from tolerances import RUN_LOSSES, RUN_NEAR_ZERO, RUN_NORMS, rounding_limit
+
+from trainer.arrays.head import FusedLinearCrossEntropy
+from trainer.arrays.preferences import REWARDS, find_pairs
+from trainer.arrays.tiles import Scratch, SublayerCall
+from trainer.config.schema.runner import LossConfig
+from trainer.data.batches.batch import IGNORE_INDEX, PairBatch, concatenate, count_pairs, padding_batch
+from trainer.run.session import open_training
+from trainer.step.train_step import StepResult, TrainStep
+
+ROWS = ((3, 4), (2, 3, 4, 3), (6, 4))  # tokens of the documents of each sequence
+
+
+def head_case(kind: str) -> tuple[Case, PairBatch]:
+    """Returns the head on a batch of pairs, as a formula."""
+    batch = pair_batch(3, ROWS)
+    random = np.random.default_rng(4)
+    labels_N = batch.labels.reshape(-1)
+    places_N = np.where(labels_N == IGNORE_INDEX, 0, labels_N)
+
+    def formula(x: np.ndarray, norm: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        logits_NV = numpy_kernels.rms_norm(x, norm, 1e-3) @ weight.T
+        log_probs_NV = logits_NV - np.log(np.exp(logits_NV).sum(-1, keepdims=True))
+        return np.asarray(trl_losses(kind, batch, log_probs_NV[np.arange(len(places_N)), places_N]))
+
+    weights = {"norm": 1 + normal(random, HIDDEN, scale=0.3), "weight": normal(random, VOCABULARY, HIDDEN)}
+    x_ND = normal(random, len(ROWS) * TOKENS, HIDDEN)
+    terms = 2 * HIDDEN + VOCABULARY + 8 + len(x_ND)
+    return Case(x_ND, np.ones(()), weights, formula, terms), batch
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_loss_and_gradients_of_the_head(kind: str) -> None:
+    case, batch = head_case(kind)
+    section = LossConfig(**loss_of(kind))
+    labels_N = batch.labels.reshape(-1)
+    valid_N1 = (labels_N != IGNORE_INDEX).astype(np.float32)[:, None]
+    labels_N = np.where(valid_N1[:, 0] > 0, labels_N, 0)
+
+    def run(*trained: str, save: bool = True):
+        head = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch())
+        pairs = find_pairs(batch, section)
+        call = SublayerCall(case.weights, save=save, trained=trained)
+        loss = head.forward(call, case.x_ND, labels_N, valid_N1, pairs).asnumpy()
+        if not save:
+            return loss, pairs, {}
+        grad, found = head.backward(call, case.x_ND, labels_N, valid_N1, pairs, np.float32(1))
+        return loss, pairs, {"x": grad} | found
+
+    loss, pairs, found = run("norm", "weight")
+    case.check_result(loss)
+    case.check_gradients(found)
+    assert pairs.count == 4
+    alone, evaluated, _ = run(save=False)
+    assert alone == loss and evaluated.sums == pairs.sums
+    # Where the matrix is frozen the logits are computed once: the same gradients.
+    frozen_loss, _, frozen = run("norm")
+    assert frozen_loss == loss
+    for name, gradient in frozen.items():
+        right = case.gradients[name]
+        assert distance(gradient.asnumpy(), right) <= rounding_limit(2 * (case.terms + len(case.x_ND)))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rewards(kind: str) -> None:
+    batch = pair_batch(5, ROWS)
+    losses_N = np.random.default_rng(6).uniform(0.5, 4, batch.labels.size)
+    valid_N1 = (batch.labels.reshape(-1, 1) != IGNORE_INDEX).astype(np.float32)
+    pairs = find_pairs(batch, LossConfig(**loss_of(kind)))
+    loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
+    answers = answers_of(batch, -losses_N)
+    rewards = [trl_rewards(kind, *pair) for pair in zip(answers[::2], answers[1::2], strict=True)]
+    first, second = np.array(rewards).T
+    right = [first.sum(), second.sum(), (first - second).sum(), (first > second).sum()]
+    np.testing.assert_allclose([pairs.sums[name] for name in REWARDS], right, rtol=RUN_NEAR_ZERO)
+    np.testing.assert_allclose(loss, trl_losses(kind, batch, -losses_N), rtol=RUN_NEAR_ZERO)
+    assert not weights_N1[valid_N1 == 0].any() and weights_N1[valid_N1 > 0].all()
+    assert 0 < pairs.sums["rewards/accuracies"] < 4
+
+
+def test_padding_is_no_pair() -> None:
+    batch = pair_batch(1, ROWS)
+    padded = PairBatch(*concatenate(PairBatch(*batch), PairBatch(*padding_batch(2, TOKENS), np.zeros((2, 4)))))
+    assert count_pairs(batch) == count_pairs(padded) == 4
+    assert count_pairs(padding_batch(2, TOKENS)) == 0
+    pairs = find_pairs(PairBatch(*padding_batch(2, TOKENS), np.zeros((2, 4))), LossConfig())
+    loss, weights_N1 = pairs.weigh(np.ones(2 * TOKENS), np.zeros((2 * TOKENS, 1), np.float32))
+    assert loss == 0 and not weights_N1.any() and set(pairs.sums.values()) == {0.0}
+
+
+def test_an_unknown_reference_is_no_reference_of_zero() -> None:
+    with pytest.raises(ValueError, match="log-probabilities before the training"):
+        find_pairs(padding_batch(1, TOKENS), LossConfig())
+    assert find_pairs(padding_batch(1, TOKENS), LossConfig(type="simpo")).count == 0
+
+
+def open_step(kind: str) -> TrainStep:
+    config = config_of(loss=loss_of(kind), optimizer={"eps": 1e-5}, seed=5)
+    return open_training(config, lambda update: 0.01)
+
+
+def numbers_of(results: list[StepResult]) -> list[list[float]]:
+    return [[one.loss, one.global_norm, *(one.losses[name] for name in REWARDS)] for one in results]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_micro_batches_equal_one_batch(kind: str) -> None:
+    """Micro-batches have unequal numbers of pairs and of tokens: means of means would differ."""
+    rows = [pair_batch(number, [lengths]) for number, lengths in enumerate(((2, 3, 4, 3), (6, 4), (3, 2)))]
+    wide = [one._replace(reference=np.resize(one.reference, (1, 4))) for one in rows]
+    whole = concatenate(concatenate(wide[0], wide[1]), wide[2])
+    together, apart = open_step(kind), open_step(kind)
+    one = numbers_of([together([whole]) for _ in range(3)])
+    parts = numbers_of([apart(wide) for _ in range(3)])
+    np.testing.assert_allclose(parts, one, rtol=RUN_NORMS, atol=RUN_NEAR_ZERO)
+    means = np.mean([open_step(kind)([each]).loss for each in wide])
+    assert abs(means - one[0][0]) > RUN_LOSSES
