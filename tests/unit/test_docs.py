@@ -264,7 +264,8 @@ def test_every_json_line_is_a_document() -> None:
     lines = [line for text in blocks("json") for line in text.splitlines()]
     assert len(lines) >= 3
     for line in lines:
-        sample = to_sample(Record(json.loads(line), "docs/data.md", 0), {})
+        fields = json.loads(line)
+        sample = to_sample(Record(fields, "docs/data.md", 0), {}, reads_pairs="chosen" in fields)
         assert sample is not None and (sample.messages or sample.text)
 
 

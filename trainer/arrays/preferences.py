@@ -39,9 +39,18 @@ class PairLosses(NamedTuple):
     rejected_slopes_P: np.ndarray
 
 
+def strength(loss: LossConfig) -> float:
+    """Returns beta with its default, which is that of TRL, of simpo that of its paper."""
+    if loss.beta is not None:
+        return loss.beta
+    if loss.type == "simpo":
+        return 2.0
+    return 0.1
+
+
 def pair_losses(loss: LossConfig, chosen_P: np.ndarray, rejected_P: np.ndarray) -> PairLosses:
     """Computes the losses of pairs from the scores of their answers, float64."""
-    beta = loss.strength
+    beta = strength(loss)
     margins_P = chosen_P - rejected_P
     if loss.type == "ipo":
         excess_P = margins_P - 1 / (2 * beta)
@@ -108,9 +117,9 @@ class Pairs:
         is_pair_P = tokens_A[::2] > 0
         chosen_P = scores_A[::2][is_pair_P]
         rejected_P = scores_A[1::2][is_pair_P]
-        found = pair_losses(self.loss, chosen_P, rejected_P)
+        result = pair_losses(self.loss, chosen_P, rejected_P)
         # TRL's rewards of ipo are sums, although its loss has means.
-        scale_A = np.full(size, self.loss.strength)
+        scale_A = np.full(size, strength(self.loss))
         if self.loss.type == "ipo":
             scale_A *= lengths_A
         rewards_A = scores_A * scale_A
@@ -118,10 +127,10 @@ class Pairs:
         values = *rewards, rewards[0] - rewards[1], (rewards[0] > rewards[1]).astype(np.float64)
         self.sums = {name: float(value.sum()) for name, value in zip(REWARDS, values, strict=True)}
         slopes_A = np.zeros(size)
-        slopes_A[::2][is_pair_P] = found.chosen_slopes_P
-        slopes_A[1::2][is_pair_P] = found.rejected_slopes_P
+        slopes_A[::2][is_pair_P] = result.chosen_slopes_P
+        slopes_A[1::2][is_pair_P] = result.rejected_slopes_P
         weights_N = -(slopes_A / lengths_A)[self.documents_N] * valid_N
-        return np.float32(found.losses_P.sum()), weights_N.astype(np.float32)[:, None]
+        return np.float32(result.losses_P.sum()), weights_N.astype(np.float32)[:, None]
 
 
 def find_pairs(batch: Batch | PairBatch, loss: LossConfig) -> Pairs:

@@ -249,6 +249,7 @@ def _attach_references(
         loaders.append(job.batches.evaluation.loader)
 
     def on_batch(done: int, batches: int) -> None:
+        """Shows the progress."""
         job.send_heartbeat(progress)
         job.events.notify("on_activity", "reference log-probabilities", done, batches)
 

@@ -8,6 +8,7 @@ from trainer.config.checks.parallel import parallel_degrees, shards_optimizer, z
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.config.schema.root import Config
+from trainer.models.spec.build import model_spec
 from trainer.parallel.world import World
 
 _KEY = "loss.type"
@@ -45,7 +46,7 @@ def _unsupported(config: Config, world: World, on_arrays: bool) -> Iterator[str]
         yield "anything but native layers on a CPU (an Ascend, context.mode 1, semi-automatic mode)"
     if config.classifier is None and config.decoder.experts is not None:
         yield "experts"
-    if config.classifier is None and config.decoder.mtp_depth:
+    if config.classifier is None and model_spec(config.decoder).mtp_modules:
         yield "multi-token prediction"
     for name in ("model_parallel", "context_parallel", "expert_parallel", "pipeline_stage"):
         degree = getattr(degrees, name)

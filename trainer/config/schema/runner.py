@@ -65,15 +65,6 @@ class LossConfig(Section):
         """Returns whether the loss compares with the log-probabilities before the training."""
         return self.type in ("dpo", "ipo")
 
-    @property
-    def strength(self) -> float:
-        """Returns beta with its default."""
-        if self.beta is not None:
-            return self.beta
-        if self.type == "simpo":
-            return 2.0
-        return 0.1
-
 
 class RunnerWrapper(Section):
     """Loss scale, clipping and checks of gradients (YAML ``runner_wrapper``)."""

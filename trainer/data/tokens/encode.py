@@ -88,15 +88,15 @@ def encode_samples(
         """Yields the documents, and reports each record that cannot become one."""
         for sample, source_bytes in samples:
             try:
-                found = [_document(sample, template, train_on, source_bytes)]
+                answers = [_document(sample, template, train_on, source_bytes)]
                 if sample.rejected is not None:
-                    found.append(_document(sample.rejected, template, train_on, 0))
+                    answers.append(_document(sample.rejected, template, train_on, 0))
             except EndlessTemplateError:
                 raise
             except UserError as error:
                 report(error)
                 continue
-            yield from found
+            yield from answers
 
     for group in _groups(documents(), lambda document: len(document.text), group_bytes):
         yield _encode_documents(group, tokenizer)
