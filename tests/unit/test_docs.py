@@ -45,7 +45,7 @@ OF_RUNS = {"compare": ("--loss", "--output"), "runs": ()}  # their options with 
 OF_A_JOB = ("status", "stop", "verify")
 # Switches and options with a value of the commands themselves; every other flag is the configuration's.
 SWITCHES = {
-    "export": ("--help", "--merge", "--force"), "doctor": ("--help", "--json", "--deep"),
+    "export": ("--help", "--merge", "--force", "--check"), "doctor": ("--help", "--json", "--deep"),
     "plan": ("--help", "--json", "--verbose"), "data": ("--help", "--json"), "smoke": ("--help", "--json"),
 }  # fmt: skip
 OPTIONS = {

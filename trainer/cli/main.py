@@ -422,15 +422,6 @@ def _smoke(
     return result.exit_code
 
 
-@app.command("smoke-worker", hidden=True)
-def _smoke_worker(folder: Path, steps: int) -> int:
-    """Runs one process of `smoke --ranks`."""
-    receive_signals_in_a_thread()
-    from trainer.smoke.execute import train_and_resume
-
-    return train_and_resume(folder, steps, functools.partial(print, file=sys.stdout, flush=True))
-
-
 @app.command("data")
 def _data(
     context: typer.Context,
@@ -588,7 +579,7 @@ def _export(
     path = user_path(output, "flag --output")
     print(export(config_, path, merge=merge, force=force, dtype=dtype, shard_bytes=size))
     if check:
-        from trainer.run.check_merge import check_merge
+        from trainer.convert.check_merge import check_merge
 
         print(check_merge(config_, path))
     return EXIT_OK

@@ -167,6 +167,15 @@ def _merge(
     return EXIT_OK
 
 
+@tools.command("smoke-worker", hidden=True)
+def _smoke_worker(folder: Path, steps: int) -> int:
+    """Runs one process of `smoke --ranks`."""
+    receive_signals_in_a_thread()
+    from trainer.smoke.execute import train_and_resume
+
+    return train_and_resume(folder, steps, functools.partial(print, file=sys.stdout, flush=True))
+
+
 @tools.command("doctor")
 def _doctor(
     json_: _Json = False,

@@ -285,7 +285,7 @@ def test_an_evaluation_of_another_kind_is_left_out():
     assert config.eval_dataset is None and not config.do_eval
 
 
-WITHOUT_MTP = ("SmolLM3ForCausalLM", "GemmaForCausalLM", "Gemma3ForCausalLM")
+WITHOUT_MTP = ("SmolLM3ForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
 """Classes that are refused with multi-token prediction modules."""
 
 
@@ -293,7 +293,8 @@ WITHOUT_MTP = ("SmolLM3ForCausalLM", "GemmaForCausalLM", "Gemma3ForCausalLM")
 def test_a_model_of_each_class_becomes_small(kind):
     sizes = ("num_layers: 12, hidden_size: 6144, num_heads: 48, n_kv_heads: 8, intermediate_size: 24576,"
              f" vocab_size: 150000, seq_length: 4096, mtp_depth: {int(kind not in WITHOUT_MTP)}")
-    experts = "{expert_num: 160, num_experts_chosen: 8, moe_intermediate_size: 1536, shared_expert_num: 1}"
+    shared = int("moe_mlp_has_bias" not in FAMILIES[kind].experts)  # refused beside shared experts
+    experts = f"{{expert_num: 160, num_experts_chosen: 8, moe_intermediate_size: 1536, shared_expert_num: {shared}}}"
     moe = f", moe_config: {experts}" if FAMILIES[kind].is_mixture else ""
     config, _ = small(f"model: {{arch: {{type: {kind}}}, model_config: {{{sizes}{moe}}}}}\n")
     before = parse_config("a.yaml", f"model: {{arch: {{type: {kind}}}, model_config: {{{sizes}{moe}}}}}\n").decoder

@@ -113,6 +113,11 @@ def saved_settings(settings: ModelConfig) -> ModelConfig:
     return settings.model_copy(update={"pet_config": settings.pet_config.as_saved})
 
 
+def without_adapters(settings: ModelConfig) -> ModelConfig:
+    """Returns the settings of the model whose matrices have no adapters."""
+    return settings.model_copy(update={"pet_config": None})
+
+
 def projections(settings: ModelConfig) -> list[str]:
     """Returns the matrices of a layer that can have an adapter, in forward order, by their names in the layer."""
     return list(matrix_shapes(settings))

@@ -9,6 +9,7 @@ import numpy as np
 
 from trainer.checkpoint.adapters import load_initial_weights
 from trainer.data import IGNORE_INDEX, Batch
+from trainer.models.spec.adapters import without_adapters
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -36,7 +37,7 @@ def check_merge(config: Config, output: Path) -> MergeDifference:
 
     Both models compute with the dtypes of the configuration. Imports MindSpore.
     """
-    settings = config.decoder.model_copy(update={"pet_config": None})
+    settings = without_adapters(config.decoder)
     merged = config.model_copy(
         update={
             "model": config.model.model_copy(update={"settings": settings}),
