@@ -38,8 +38,6 @@ class ImageInputs(NamedTuple):
     """float32, normalized by the settings `pixel_mean` and `pixel_std`."""
     targets_BC: Tensor
     """float32, one-hot; zeros where there is no loss."""
-    pairs: None = None
-    """As in `ModelInputs`: images have no loss of preferences."""
 
 
 class ImageInputBuilder:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.arrays.preferences import ACCURACIES, MARGINS
 from trainer.data.batches.batch import Batch
 from trainer.errors import RunError
+from trainer.models.inputs import ModelInputs
 from trainer.ops.measures import metric_functions, read_together
 from trainer.parallel.communicator import Communicator
 from trainer.step.accumulate import count_loss_tokens
 
 if TYPE_CHECKING:
-    from trainer.models.inputs import LossSums, ModelInputs
+    from trainer.models.inputs import LossSums
 
 
 class EvaluationResult(NamedTuple):
@@ -76,7 +77,7 @@ def evaluate(
             if communicator.reports_tokens:
                 tokens += count
                 items += count
-            if inputs.pairs is not None:
+            if isinstance(inputs, ModelInputs) and inputs.pairs is not None:
                 items += inputs.pairs.count - count
                 hits.append(inputs.pairs.sums[ACCURACIES])
                 margins.append(inputs.pairs.sums[MARGINS])

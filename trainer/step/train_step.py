@@ -23,7 +23,7 @@ from mindspore import ParameterTuple, Tensor, ops
 from trainer.data.batches.batch import Batch, count_pairs
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
-from trainer.models.inputs import LossSums, RouterStatistics, mtp_labels
+from trainer.models.inputs import LossSums, ModelInputs, RouterStatistics, mtp_labels
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import moe_config
 from trainer.ops.dropout import DropoutKey
@@ -260,8 +260,8 @@ class TrainStep:
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = cast_to_float32(gradients)
         others = self.other_sums(batch, sums, self.communicator.reports_losses)
-        pairs = call.inputs.pairs
-        if pairs is not None:
+        if isinstance(call.inputs, ModelInputs) and call.inputs.pairs is not None:  # images have none
+            pairs = call.inputs.pairs
             others |= {name: (Tensor(np.float32(value)), pairs.count) for name, value in pairs.sums.items()}
         token_losses = None
         if self.communicator.reports_losses:
