@@ -66,8 +66,8 @@ def checks(output_dir: Path = Path("output"), deep: bool = False) -> list[Check]
         usable = len(os.sched_getaffinity(0))
     results = [
         check_python(sys.version_info[:3]),
-        check_mindspore(_installed_version("mindspore")),
-        check_numpy(_installed_version("numpy")),
+        check_mindspore(installed_version("mindspore")),
+        check_numpy(installed_version("numpy")),
         check_device(Path("/"), os.environ),
         check_cores(usable, cores),
         check_memory(_available_memory_bytes(), cgroup_memory_left_bytes(Path("/"))),
@@ -130,6 +130,14 @@ def check_mindspore(version: str | None) -> Check:
     if version.split(".")[:2] == TESTED_MINDSPORE.split(".")[:2]:
         verdict = "warn"
     return Check("MindSpore", verdict, f"{version}; tested with {TESTED_MINDSPORE}", fix)
+
+
+def version_notes(version: str | None) -> Iterator[str]:
+    """Yields a note if another version of MindSpore is installed than the one that everything is tested with."""
+    if version not in (None, TESTED_MINDSPORE):
+        yield (f"MindSpore {version}: run_trainer is tested with {TESTED_MINDSPORE} only; with {version} nobody tested"
+               " its oneDNN (on CPUs), compiled layers, collectives, MindRecord files and kernels of an Ascend;"
+               f" pip install mindspore=={TESTED_MINDSPORE}")
 
 
 def check_numpy(version: str | None) -> Check:
@@ -359,7 +367,8 @@ def _limited_group(group: Path, limit_file: str, used_file: str, cached_field: s
     return _Group(int(limit), max(0, int(limit) - used))
 
 
-def _installed_version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Returns the version of an installed package; None without it. Imports nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -22,6 +22,7 @@ from trainer.config.note import Note
 from trainer.config.patterns import read_pattern
 from trainer.config.recompute import Part, recomputed_parts
 from trainer.data.batches.step_sizes import StepSizes
+from trainer.device.doctor import installed_version, version_notes
 from trainer.device.resolve import device_notes
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import has_name, is_buffer
@@ -399,6 +400,7 @@ def _notes(
         notes += logit_notes(config)
     if on_arrays(config, device, world) and find_onednn().library is None:
         notes.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
+    notes += version_notes(installed_version("mindspore"))
     if device == "CPU":
         notes += memory_notes(memory_bytes["total"], ranks=world.local_size)
     return config_notes(config, world, device, notes)

@@ -216,3 +216,9 @@ def test_a_deep_check_that_fails_shows_the_last_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(doctor, "_DEEP_PROGRAM", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "_DEEP_TIMEOUT_SECONDS", 0.1)
     assert_verdict(doctor.check_deep(), "fail", "no answer within 0.1 s")
+
+
+def test_a_plan_says_what_was_not_tested_with_another_mindspore() -> None:
+    assert list(doctor.version_notes(doctor.TESTED_MINDSPORE)) == list(doctor.version_notes(None)) == []
+    (note,) = doctor.version_notes("2.10.3")
+    assert note.startswith("MindSpore 2.10.3: run_trainer is tested with 2.10.0 only") and "collectives" in note
