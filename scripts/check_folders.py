@@ -50,10 +50,11 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "q_b_proj|kv_a_proj_with_mqa|kv_b_proj",
     ),
 }  # fmt: skip
-REFUSED = {"use_dora": True}
+REFUSED = {"init_lora_weights": "olora"}
 # Settings of PEFT that pet_config has under the same names.
 METHODS: dict[str, dict[str, Any]] = {
     "rsLoRA": {"use_rslora": True},
+    "DoRA": {"use_dora": True},
     "patterns": {"rank_pattern": {"layers.0.self_attn.q_proj": 2, "v_proj": 8}, "alpha_pattern": {"v_proj": 3.0}},
 }
 # Of the trainer alone: PEFT reads plain LoRA of another rank.

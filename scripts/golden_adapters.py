@@ -32,6 +32,7 @@ class AdapterCase(NamedTuple):
 
 CASES = {
     "rslora": AdapterCase("rsLoRA: alpha over the root of the rank", {"use_rslora": True}),
+    "dora": AdapterCase("DoRA: trained magnitudes", {"use_dora": True}),
     "patterns": AdapterCase("ranks and alphas by pattern", {
         "rank_pattern": {"down_proj": 2, "layers.0.self_attn.q_proj": 5, "q_.*": 4},
         "alpha_pattern": {"model.layers.0.self_attn.*": 10.0, "q": 1.0},

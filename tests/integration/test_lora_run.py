@@ -151,6 +151,37 @@ def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole:
     assert figures(other) == figures(whole)[HALF : HALF + 1]
 
 
+def test_dora_starts_from_the_base_model_resumes_and_is_merged(home: Path, path: Path, whole: Path) -> None:
+    key = "model__model_config__pet_config__"
+    limit = decoder_limits(config_of(path).decoder, rows=4).loss
+    changed = {f"{key}use_dora": True, f"{key}lora_dropout": 0}
+    flags = changed | {"runner_config__stop_step": HALF}
+    trained = train(path, output_dir=home / "dora", **flags)
+    plain = {f"{key}lora_dropout": 0, "runner_config__stop_step": 2}
+    usual = step_records(train(path, output_dir=home / "dora_usual", **plain))
+    losses = column(step_records(trained), "loss")
+    assert losses[0] == pytest.approx(usual[0]["loss"], rel=limit) and losses[-1] < losses[0]
+    halves = train(path, output_dir=home / "dora_halves", **flags | {"runner_config__stop_step": HALF // 2})
+    train(path, output_dir=halves, resume_training=True, **flags)
+    assert figures(halves) == figures(trained)
+    assert_same_bits(arrays_of(halves), arrays_of(trained))
+    loss = loss_of(path, home / "dora_eval", adapter_id=trained, **changed)
+    assert loss == eval_records(trained)[-1]["eval_loss"]
+    texts = [f"--{name.replace('__', '.')}={value}" for name, value in changed.items()]
+    merged = home / "dora.safetensors"
+    output = exported("--config", path, "--adapter", trained, "--merge", "--check", "--output", merged, *texts)
+    assert "with the 4 adapters" in output
+    found = re.search(r"by at most (\S+), of (\S+) ", output)
+    assert float(found[1]) < limit * float(found[2])
+
+    def predicted(file: Path, name: str, **more: object) -> str:
+        train(file, output_dir=home / name, run_mode="predict", predict_data="the cat", **more)
+        return json.loads((home / name / "predictions.jsonl").read_text())["text"]
+
+    with_adapters = predicted(path, "dora_predict", adapter_id=trained, **changed)
+    assert with_adapters == predicted(dense(path, home / "plain"), "dora_dense", load_checkpoint=merged)
+
+
 @pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora"])
 def test_adapters_from_the_base_weights_resume_and_are_saved_for_the_original_ones(
     home: Path, path: Path, base: Path, method: str
@@ -303,7 +334,7 @@ def test_another_base_model_is_refused(home: Path, path: Path, whole: Path, base
     [
         ({"r": 4}, ["have lora_rank 4", f"says {RANK}", "set pet_config.lora_rank to 4"]),
         ({"lora_alpha": 8}, ["have lora_alpha 8", "says 6.0", "set pet_config.lora_alpha to 8"]),
-        ({"use_dora": True}, ["use_dora True: such adapters are not supported"]),
+        ({"use_dora": True}, ["have use_dora True", "set pet_config.use_dora to True"]),
         ({"init_lora_weights": "PiSSA"}, ["init_lora_weights pissa", "path_initial_model_for_weight_conversion"]),
         ({"peft_type": "LOHA"}, ["peft_type 'LOHA'"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save ['lm_head']"]),

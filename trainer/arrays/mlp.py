@@ -126,7 +126,7 @@ class CpuMlp:
             inner_nF = None
             if inner_NF is not None:
                 inner_nF = inner_NF[tile.rows]
-            elif call.gradients.needs(down.lora_a):
+            elif call.gradients.needs(down.lora_a, down.magnitude):
                 inner_nF = tile.take(self.spec.width, dtype)
             grad_inner_nF = tile.take(self.spec.width)
             low_Rn = self.output.backward(call, grad, grad_inner_nF, tile)

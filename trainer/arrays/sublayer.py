@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.arrays.memory import empty, store, to_bfloat16_if_needed
+from trainer.arrays.memory import empty, store, to_bfloat16_if_needed, to_float32_if_needed
 from trainer.arrays.onednn import operators
 from trainer.arrays.tiles import CpuRmsNorm, Scratch, SublayerCall, Tile
+from trainer.models.spec.names import magnitude_name
+
+_DORA_ROWS = 256  # of a matrix, at a time
 
 if TYPE_CHECKING:
     from trainer.arrays.dropout import LayerDropout
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 
 class CpuLinear:
     """y = x W^T (+ b) (+ scale * dropout(x) A^T B^T), tile by tile, and its gradients (Hu et al. 2021, equation 3).
+
+    With DoRA (Liu et al. 2024) y without b is multiplied by magnitude / |rows of W + scale B A|, whose denominator has
+    no gradient (section 4.3).
 
     A backward pass calls `backward` and `add_adapter_gradients` for each tile, and then `add_gradients`.
     """
@@ -37,6 +43,7 @@ class CpuLinear:
         self.adapter = adapter
         self.lora_a = f"{name}.lora_A.weight"
         self.lora_b = f"{name}.lora_B.weight"
+        self.magnitude = magnitude_name(name)
 
     def forward(
         self, call: SublayerCall, x_nI: np.ndarray, out_nO: np.ndarray, tile: Tile, *, accumulate: bool = False,
@@ -51,16 +58,58 @@ class CpuLinear:
         if adds_bias:
             bias_O = weights.get(self.bias)
         wide_nO = out_nO
-        if out_nO.dtype != np.float32 and (bias_O is not None or self.adapter is not None):
+        factor_O = self._factors(call)
+        if factor_O is not None or (out_nO.dtype != np.float32 and (bias_O is not None or self.adapter is not None)):
             wide_nO = tile.take(out_nO.shape[1])
-        tile.project(x_nI, weights[self.weight], wide_nO, accumulate)
+        tile.project(x_nI, weights[self.weight], wide_nO, accumulate and factor_O is None)
         if self.adapter is not None:
             low_Rn = self.apply_lora_a(call, x_nI, tile)
             operators().matmul(low_Rn.T, weights[self.lora_b].T, wide_nO, True)
+        if factor_O is not None:
+            wide_nO *= factor_O
+            if accumulate:
+                out_nO += wide_nO
+                wide_nO = out_nO
+            elif out_nO.dtype == np.float32:
+                out_nO[...] = wide_nO
+                wide_nO = out_nO
         if bias_O is not None:
             wide_nO += bias_O
         if wide_nO is not out_nO:
             to_bfloat16_if_needed(wide_nO, out_nO)
+
+    def _factors(self, call: SublayerCall) -> np.ndarray | None:
+        """Returns what DoRA multiplies the outputs by, [O]; None without DoRA."""
+        if self.adapter is None or not self.adapter.has_magnitude:
+            return None
+        if self.magnitude not in call.working:
+            call.working[self.magnitude] = call.weights[self.magnitude] / self._row_lengths(call)
+        return call.working[self.magnitude]
+
+    def _row_lengths(self, call: SublayerCall) -> np.ndarray:
+        """Returns the lengths of the rows of W + scale B A, [O], some rows at a time."""
+        assert self.adapter is not None
+        weights = call.weights
+        weight_OI = weights[self.weight]
+        lengths_O = np.empty(len(weight_OI), np.float32)
+        for first in range(0, len(weight_OI), _DORA_ROWS):
+            rows = slice(first, first + _DORA_ROWS)
+            whole_oI = np.empty(weight_OI[rows].shape, np.float32)
+            low_oR = np.ascontiguousarray(weights[self.lora_b][rows])
+            operators().matmul(low_oR, weights[self.lora_a], whole_oI)
+            whole_oI *= np.float32(self.adapter.scale)
+            whole_oI += to_float32_if_needed(weight_OI[rows], np.empty(whole_oI.shape, np.float32))
+            lengths_O[rows] = np.sqrt(np.einsum("oi,oi->o", whole_oI, whole_oI))
+        return lengths_O
+
+    def _before_magnitude(self, call: SublayerCall, grad_nO: np.ndarray, tile: Tile) -> np.ndarray:
+        """Returns the gradient of the product before DoRA multiplies it, in the dtype of `grad_nO`."""
+        factor_O = self._factors(call)
+        if factor_O is None:
+            return grad_nO
+        scaled_nO = tile.take(grad_nO.shape[1])
+        np.multiply(tile.to_float32(grad_nO), factor_O, out=scaled_nO)
+        return tile.cast(scaled_nO, grad_nO.dtype)
 
     def apply_lora_a(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns scale * A dropout(x)^T, [R, n], and saves it for the gradient of B; only for an adapted matrix."""
@@ -100,6 +149,7 @@ class CpuLinear:
         """
         weights = call.weights
         low_Rn = None
+        grad_nO = self._before_magnitude(call, grad_nO, tile)
         if self.adapter is not None:
             if self.lora_b not in call.working:
                 call.working[self.lora_b] = np.ascontiguousarray(weights[self.lora_b].T)
@@ -156,6 +206,10 @@ class CpuLinear:
         """
         if self.adapter is None:
             return
+        if self.adapter.has_magnitude and call.gradients.needs(self.magnitude):
+            assert x_nI is not None
+            self._add_magnitude_gradient(call, grad_nO, x_nI, tile)
+        grad_nO = self._before_magnitude(call, grad_nO, tile)
         if call.gradients.needs(self.lora_a):
             assert x_nI is not None and low_Rn is not None
             grad_a_RI = np.empty((self.adapter.rank, x_nI.shape[1]), np.float32)
@@ -165,6 +219,20 @@ class CpuLinear:
             grad_b_RO = np.empty((self.adapter.rank, grad_nO.shape[1]), np.float32)
             operators().matmul(self._saved_low(call)[:, tile.rows], grad_nO, grad_b_RO)
             call.gradients.add_tile(self.lora_b, tile, grad_b_RO.T)
+
+    def _add_magnitude_gradient(
+        self, call: SublayerCall, grad_nO: np.ndarray, x_nI: np.ndarray, tile: Tile
+    ) -> None:
+        """Adds the contribution of a tile: the gradient of y times y without b, which is computed again, over m."""
+        factor_O = self._factors(call)
+        weights = call.weights
+        product_nO = tile.take(grad_nO.shape[1])
+        operators().matmul(x_nI, weights[self.weight].T, product_nO)
+        low_nR = self._saved_low(call)[:, tile.rows].T
+        operators().matmul(low_nR, weights[self.lora_b].T, product_nO, True)
+        product_nO *= tile.to_float32(grad_nO)
+        gradient_O = product_nO.sum(0) * (factor_O / weights[self.magnitude])
+        call.gradients.add_tile(self.magnitude, tile, gradient_O)
 
     def add_gradients(
         self, call: SublayerCall, grad_NO: np.ndarray, x_NI: np.ndarray | None, unrounded_NO: np.ndarray | None = None
@@ -306,7 +374,7 @@ class NormedInput:
         """Returns a tile of the sublayer's input, recomputed, in `y_ND` if given; None if no gradient needs it."""
         if y_ND is not None:
             y_nD = y_ND[tile.rows]
-        elif call.gradients.needs(*(linear.lora_a for linear in linears)):
+        elif call.gradients.needs(*(name for linear in linears for name in (linear.lora_a, linear.magnitude))):
             y_nD = tile.take(x_ND.shape[1], dtype)
         else:
             return None

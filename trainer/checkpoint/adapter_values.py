@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.models.spec.adapters import adapted_matrices, initial_method
-from trainer.models.spec.names import adapter_names
+from trainer.models.spec.adapters import adapted_matrices, initial_method, merged_matrix
+from trainer.models.spec.names import adapter_names, magnitude_name
 from trainer.parallel.sharding import ShardedArray, as_sharded_array
 
 if TYPE_CHECKING:
@@ -84,6 +84,17 @@ def _fast_svd(
         q, _ = np.linalg.qr(weight_OI @ q)
     u, values, vt = np.linalg.svd(q.T @ weight_OI, full_matrices=False)
     return q @ u, values, vt
+
+
+def row_lengths(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
+    """Returns the magnitudes that DoRA starts with: the lengths of the rows of W + scale B A. Empty without DoRA."""
+    lengths: Weights = {}
+    for matrix, adapter in adapted_matrices(settings):
+        if adapter.has_magnitude and f"{matrix}.weight" in weights:
+            a_RI, b_OR = (weights[name] for name in adapter_names(matrix))
+            whole_OI = merged_matrix(weights[f"{matrix}.weight"], a_RI, b_OR, adapter.scale)
+            lengths[magnitude_name(matrix)] = np.linalg.norm(whole_OI, axis=1)
+    return lengths
 
 
 def take_out(weights: Weights, settings: ModelConfig) -> Weights:

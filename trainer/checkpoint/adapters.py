@@ -41,8 +41,9 @@ from trainer.models.spec.adapters import (
     projections,
     saved_settings,
     target_pattern,
+    with_magnitudes,
 )
-from trainer.models.spec.names import layer_prefix
+from trainer.models.spec.names import layer_prefix, magnitude_name
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, parameter_specs
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
@@ -58,12 +59,12 @@ PREFIX = "base_model.model."
 PART = "adapter_model"
 CONFIG_FILE = "adapter_config.json"
 
-_ADAPTER = re.compile(r"model\.layers\.(\d+)\.(.+)\.lora_[AB]\.weight")
+_ADAPTER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(?:lora_[AB]\.weight|lora_magnitude_vector)")
 
 Weights = dict[str, np.ndarray]
 # Keys of PEFT's adapter_config.json that change what adapters compute, and the values that are supported.
 _OURS = {
-    "peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False,
+    "peft_type": "LORA", "bias": "none", "fan_in_fan_out": False,
     "modules_to_save": None, "layer_replication": None, "lora_bias": False,
     "use_qalora": False, "trainable_token_indices": None, "target_parameters": None,
 }  # fmt: skip
@@ -111,6 +112,7 @@ def load_initial_weights(
         adapters = adapter_values.decompose(weights, config.decoder, config.seed)
     else:
         adapters = _from_seed(config, adapters=True).read(parts)
+        adapters |= adapter_values.row_lengths(weights | adapters, config.decoder)
     return join_weights(config, weights, adapters)
 
 
@@ -282,6 +284,7 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
         "lora_rank": description.r,
         "lora_alpha": description.lora_alpha,
         "use_rslora": description.use_rslora,
+        "use_dora": description.use_dora,
         "rank_pattern": description.rank_pattern or {},
         "alpha_pattern": description.alpha_pattern or {},
     }
@@ -314,8 +317,9 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
     if len(set(targets)) > 1:  # layers differ: full names
         names = [layer_prefix(layer) + name for layer, of_layer in enumerate(targets) for name in of_layer]
     methods: dict[str, Any] = {}
-    if adapters.use_rslora:
-        methods["use_rslora"] = True
+    for key in ("use_rslora", "use_dora"):
+        if getattr(adapters, key):
+            methods[key] = True
     for key in ("rank_pattern", "alpha_pattern"):
         if getattr(adapters, key):
             methods[key] = getattr(adapters, key)
@@ -342,5 +346,7 @@ def merge_adapters(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> 
             continue
         a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
         total = merged_matrix(merged[f"{name}.weight"], a, b, adapter.scale)
+        if adapter.has_magnitude:
+            total = with_magnitudes(total, weights[magnitude_name(name)])
         merged[f"{name}.weight"] = total.astype(np.float32)
     return merged

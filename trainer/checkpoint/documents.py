@@ -188,5 +188,6 @@ class AdapterDescription(LenientModel):
     r: int = Field(ge=1, le=2**31)
     lora_alpha: float = Field(gt=0)
     use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None

@@ -77,7 +77,8 @@ def _facts(plan: Plan, steps: int) -> Iterator[Fact]:
     adapter = adapter_spec(config.decoder)
     text = "none"
     if adapter is not None:
-        text = f"{len(adapters) // 2} matrices, rank {adapter.rank}, times {adapter.scale:g}"
+        pairs = sum(name.endswith(".lora_A.weight") for name in adapters)
+        text = f"{pairs} matrices, rank {adapter.rank}, times {adapter.scale:g}"
     keys = tuple(f"{SECTION}.{key}" for key in ("target_modules", "match", "exclude_layers"))
     yield Fact("adapters", adapters, text, keys)
     text = recompute_text(plan.model.recomputed) or "none"

@@ -29,7 +29,7 @@ from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.recompute import SUBLAYERS
 from trainer.models.inputs import ModelInputs, MtpInputs, PredictionCall
-from trainer.models.spec.adapters import merged_matrix
+from trainer.models.spec.adapters import merged_matrix, with_magnitudes
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import AttentionSpec, MlpSpec, MoeSpec
 from trainer.models.spec.names import (
@@ -42,6 +42,7 @@ from trainer.models.spec.names import (
     MTP_WEIGHTS,
     adapter_names,
     layer_prefix,
+    magnitude_name,
     sublayer_of,
 )
 from trainer.models.spec.sublayers import moe_config
@@ -309,6 +310,8 @@ class ArrayParts:
             if matrix in arrays:
                 a, b = adapter_names(name)
                 arrays[matrix] = merged_matrix(arrays[matrix], arrays[a], arrays[b], adapter.scale)
+                if adapter.has_magnitude:
+                    arrays[matrix] = with_magnitudes(arrays[matrix], arrays[magnitude_name(name)])
         return arrays
 
     @functools.cached_property

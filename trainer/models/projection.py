@@ -11,7 +11,7 @@ from mindspore import Layout, Tensor, nn, ops
 from mindspore.ops import operations as P
 
 from trainer.models.spec.adapters import adapter_spec, merged_matrix, scales_by_rank
-from trainer.models.spec.names import adapter_names, mask_name
+from trainer.models.spec.names import adapter_names, magnitude_name, mask_name
 from trainer.models.spec.shapes import adapted_projections, block_names, dropped_projections
 from trainer.parallel.tensor import RowParallelOutputAfter
 
@@ -27,6 +27,9 @@ class Projection(nn.Cell):
     """(x_NI, all weights of the block, in the order of `block_names`) -> y_NO, with an adapter where there is one:
 
         y = x W^T (+ bias) + scale * dropout(x) A^T B^T    (Hu et al. 2021, equation 3)
+
+    With DoRA (Liu et al. 2024) y without its bias is multiplied by magnitude / |rows of W + scale B A|, whose
+    denominator counts as a constant (section 4.3).
 
     MindSpore differentiates it automatically: the kernel of the product has a hand-written gradient, the products with
     A and B are small, and the gradient of a frozen W is never computed.
@@ -63,12 +66,26 @@ class Projection(nn.Cell):
             self.drop = kernels.dropout(adapter.dropout)
             self.scale_up = P.Mul()
             self.add = P.Add()
+        self.has_magnitude = self.has_adapter and adapter is not None and adapter.has_magnitude
+        if self.has_magnitude:
+            self.magnitude = argnums[magnitude_name(name)]
+            self.add_bias = P.Add()
+            self.cast = P.Cast()
 
     def matrix(self, weights: Sequence[Tensor | None]) -> Tensor:
         """Returns the matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""
         if not self.has_adapter or weights[self.a] is None:
             return weights[self.weight]
-        return merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale(weights))
+        whole_OI = merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale(weights))
+        if self.has_magnitude:
+            whole_OI = whole_OI * self.factors(weights).expand_dims(-1)
+        return whole_OI
+
+    def factors(self, weights: Sequence[Tensor | None]) -> Tensor:
+        """Returns what DoRA multiplies the outputs by, [O]: magnitudes over row lengths, which have no gradient."""
+        whole_OI = merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale(weights))
+        squares_O = ops.square(ops.stop_gradient(whole_OI)).sum(-1)
+        return weights[self.magnitude] / ops.sqrt(squares_O)
 
     def scale(self, weights: Sequence[Tensor | None]) -> float:
         """Returns the factor on the adapter's output, which may differ between layers that have other ranks."""
@@ -80,11 +97,16 @@ class Projection(nn.Cell):
         bias_O = None
         if self.has_bias:
             bias_O = weights[self.weight + 1]
-        if self.leaves or bias_O is None:
+        has_magnitude = self.has_magnitude and weights[self.a] is not None
+        if self.leaves or bias_O is None or has_magnitude:
             y_NO = self.linear(x_NI, weights[self.weight])
         else:
             y_NO = self.linear(x_NI, weights[self.weight], bias_O)
         y_NO = self.add_adapter(x_NI, y_NO, weights)
+        if has_magnitude:
+            y_NO = y_NO * self.cast(self.factors(weights), y_NO.dtype)
+            if bias_O is not None:
+                y_NO = self.add_bias(y_NO, self.cast(bias_O, y_NO.dtype))
         if self.leaves:
             y_NO = self.row_parallel_output(y_NO, ops.stop_gradient(x_NI))
             if bias_O is not None:

@@ -145,7 +145,7 @@ def _load_weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], s
     weights = load_initial_weights(config, notes.append, new_modules=False)
     assert weights is not None, "`_check` refuses an export without weights"
     if merge:
-        pairs = len(adapter_shapes(config.decoder)) // 2
+        pairs = sum(name.endswith(".lora_A.weight") for name in adapter_shapes(config.decoder))
         factor = factors_text(config.decoder)
         base = config.load_checkpoint or "random weights"
         description = f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {factor}"

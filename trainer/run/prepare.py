@@ -13,7 +13,7 @@ from trainer.config.checks.adapters import cell_problems
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, runs_semi_auto
 from trainer.config.checks.preferences import preference_problems
-from trainer.config.checks.problem import ConfigError
+from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.checks.unsupported import offload_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.resolve import resolve_device
@@ -90,12 +90,15 @@ class ExplicitBackend:
         `preflight` checks what native CPU layers cannot run.
         """
         if not on_arrays(self.config, device, self.world):
-            for problem in cell_problems(self.config):
-                raise problem.error
+            for found in cell_problems(self.config):
+                raise found.error
+        if device != "CPU" and self.config.whole_matrix_method.endswith("use_dora"):
+            key = self.config.whole_matrix_method
+            raise problem(self.config, key, "is supported on a CPU only", "leave it out, or run on a CPU").error
         if device == "Ascend":
             degrees = parallel_degrees(self.config, self.world)
-            for problem in (*offload_problems(self.config), *ascend_problems(self.config, degrees)):
-                raise problem.error
+            for found in (*offload_problems(self.config), *ascend_problems(self.config, degrees)):
+                raise found.error
 
     def problems(self) -> list[ConfigError]:
         """Returns no errors, because `preflight` checks all rules of explicit mode."""

@@ -26,6 +26,10 @@ _KEYS = 64  # a block's keys begin at a multiple of this: softmax is compiled fo
 _CACHE_LINE = 16  # numbers
 
 
+_ROW_KINDS = ("weight", "bias", "lora_B.weight", "lora_magnitude_vector")
+"""The parameters of a matrix with a row or number for each output."""
+
+
 class QueryBlock(NamedTuple):
     """Consecutive queries of one sequence, and the keys that some of them see.
 
@@ -164,7 +168,7 @@ class CpuRotary:
         pair_order = np.arange(self.size).reshape(2, -1).T.reshape(-1)
         if spec.latent is None:
             order = np.concatenate((pair_order, np.arange(self.size, spec.head_size)))
-            names = [f"self_attn.{one}_proj.{kind}" for one in "qk" for kind in ("weight", "bias", "lora_B.weight")]
+            names = [f"self_attn.{one}_proj.{kind}" for one in "qk" for kind in _ROW_KINDS]
             names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
             self.orders = dict.fromkeys(names, (spec.head_size, order))
             return
@@ -172,7 +176,7 @@ class CpuRotary:
         query_order = np.concatenate((np.arange(spec.latent.nope_size), spec.latent.nope_size + rotated))
         down_size = spec.latent.key_value_rank + spec.latent.rope_size
         down_order = np.concatenate((np.arange(spec.latent.key_value_rank), spec.latent.key_value_rank + rotated))
-        for kind in ("weight", "bias", "lora_B.weight"):
+        for kind in _ROW_KINDS:
             self.orders[f"self_attn.q_proj.{kind}"] = spec.head_size, query_order
             self.orders[f"self_attn.q_b_proj.{kind}"] = spec.head_size, query_order
             self.orders[f"self_attn.kv_a_proj_with_mqa.{kind}"] = down_size, down_order

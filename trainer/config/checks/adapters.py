@@ -72,8 +72,14 @@ def adapter_problems(config: Config) -> Iterator[ConfigError]:
 
 def _method_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
     """Yields errors for keys of initial values that contradict each other, and a rank that a matrix does not have."""
+    if adapters.use_dora and adapters.lora_dropout:
+        rule = "is not supported with use_dora"
+        yield problem(config, f"{SECTION}.lora_dropout", rule, "set it to 0")
     if not adapters.changes_base:
         return
+    if adapters.use_dora:
+        rule = f"cannot be combined with init_lora_weights {adapters.initial}, whose checkpoints are plain LoRA"
+        yield problem(config, f"{SECTION}.use_dora", rule, "remove one of the two")
     for key in ("lora_a_std", "lora_b_std"):
         if getattr(adapters, key):
             rule = f"does not apply to adapters that start with init_lora_weights {adapters.initial}"
@@ -209,6 +215,8 @@ def adapters_text(decoder: ModelConfig) -> str:
     method = ""
     if settings.use_rslora:
         method = " (rsLoRA)"
+    if settings.use_dora:
+        options += ", with magnitudes (DoRA)"
     return f"rank {ranks_text(decoder)}, times {factors_text(decoder)}{method}{options}, on{text}"
 
 

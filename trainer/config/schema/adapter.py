@@ -41,6 +41,8 @@ class PetConfig(Section):
     lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
     use_rslora: bool = setting(False, "Scale adapters by lora_alpha / sqrt(lora_rank): rsLoRA (Kalajdzievski 2023).")
     lora_dropout: float = setting(0.0, "Dropout on the input of an adapter.", ge=0, lt=1)
+    use_dora: bool = setting(
+        False, "DoRA (Liu et al. 2024): trains a magnitude for each row of a matrix, and its direction by the adapter.")
     rank_pattern: dict[_Expression, Annotated[int, Field(ge=1, le=WIDTH)]] = setting(
         {}, "Ranks of some matrices: regular expression for the end of a name -> rank. As in PEFT, the first one that"
         " matches q_proj or model.layers.0.self_attn.q_proj counts. Default: lora_rank for all.")
@@ -103,6 +105,8 @@ class PetConfig(Section):
         """Returns the key of a method that computes something of whole matrices of the base model; else empty."""
         if self.changes_base:
             return "init_lora_weights"
+        if self.use_dora:
+            return "use_dora"
         return ""
 
     @property

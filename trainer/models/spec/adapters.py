@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
-from trainer.models.spec.names import adapter_names, layer_prefix, megatron_module, sublayer_of
+from trainer.models.spec.names import adapter_names, layer_prefix, magnitude_name, megatron_module, sublayer_of
 from trainer.models.spec.sublayers import attention_parameters, latent_spec, mlp_parameters
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def adapter_spec(settings: ModelConfig) -> AdapterSpec | None:
     pet = settings.pet_config
     if pet is None:
         return None
-    return AdapterSpec(pet.lora_rank, pet.scale, pet.lora_dropout, pet.lora_a_std, pet.lora_b_std)
+    return AdapterSpec(pet.lora_rank, pet.scale, pet.lora_dropout, pet.lora_a_std, pet.lora_b_std, pet.use_dora)
 
 
 def layer_adapters(settings: ModelConfig, layer: int) -> dict[str, AdapterSpec]:
@@ -195,8 +197,13 @@ def merged_matrix(weight_OI: Matrix, a_RI: Matrix, b_OR: Matrix, scale: float) -
     return weight_OI + (b_OR * scale) @ a_RI
 
 
-def adapter_parameters(matrix: ParameterSpec, name: str, rank: int) -> Iterator[ParameterSpec]:
-    """Yields A and B of the adapter of a matrix.
+def with_magnitudes(matrix_OI: np.ndarray, magnitude_O: np.ndarray) -> np.ndarray:
+    """Returns a matrix with rows of these lengths."""
+    return matrix_OI * (magnitude_O / np.linalg.norm(matrix_OI, axis=1))[:, None]
+
+
+def adapter_parameters(matrix: ParameterSpec, name: str, adapter: AdapterSpec) -> Iterator[ParameterSpec]:
+    """Yields A and B of the adapter of a matrix, and with DoRA its magnitudes.
 
     If ranks shard the outputs or inputs of the matrix, they shard one of the two likewise, and each rank computes a
     part of the gradient of the other one.
@@ -209,5 +216,7 @@ def adapter_parameters(matrix: ParameterSpec, name: str, rank: int) -> Iterator[
         sharding_of_down = "partial"
     elif matrix.sharding == "row":
         sharding_of_up = "partial"
-    yield ParameterSpec(down, (rank, inputs), sharding_of_down, "lora_a", "adapter")
-    yield ParameterSpec(up, (outputs, rank), sharding_of_up, "lora_b", "adapter")
+    yield ParameterSpec(down, (adapter.rank, inputs), sharding_of_down, "lora_a", "adapter")
+    yield ParameterSpec(up, (outputs, adapter.rank), sharding_of_up, "lora_b", "adapter")
+    if adapter.has_magnitude:
+        yield ParameterSpec(magnitude_name(name), (outputs,), "replicated", "lora_magnitude", "adapter")

@@ -83,5 +83,5 @@ def _layer_spec(settings: ModelConfig, layer: int, adapters: dict[str, AdapterSp
         parameters += mlp_parameters(settings)
     matrices = {parameter.name: parameter for parameter in parameters}
     for name, target in adapters.items():
-        parameters += adapter_parameters(matrices[f"{name}.weight"], name, target.rank)
+        parameters += adapter_parameters(matrices[f"{name}.weight"], name, target)
     return LayerSpec(attention_spec(settings, layer, adapters), mlp, tuple(parameters))

@@ -8,6 +8,7 @@ zeros     biases                                        0
 residual  o_proj and down_proj, those of experts too    normal, initializer_range / sqrt(2 * layers)
 lora_a    lora_A of adapters                            uniform in +-1 / sqrt(columns), or normal, lora_a_std
 lora_b    lora_B of adapters                            0, or normal, lora_b_std
+lora_magnitude  of adapters                      1; lengths of rows, which need the weights, replace it
 normal    every other matrix, each expert's too         normal, initializer_range
 ========  ============================================  =============================================
 
@@ -49,6 +50,8 @@ def initial_value(
     shape = parameter.shape
     if part is None:
         part = full_shard_spec(shape)
+    if parameter.init == "lora_magnitude":
+        return np.ones(part.shape, np.float32)
     deviation = _rule_deviation(parameter, settings)
     if deviation is None:
         if parameter.init == "ones":

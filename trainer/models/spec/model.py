@@ -21,7 +21,7 @@ Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocab
 """How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not at all; by its outputs; by its
 outputs where key/value heads may be replicated; by its inputs; by the vocabulary; by its stack of experts. A "partial"
 parameter is replicated, but each rank computes only a part of its gradient."""
-Init: TypeAlias = Literal["normal", "residual", "ones", "zeros", "lora_a", "lora_b"]
+Init: TypeAlias = Literal["normal", "residual", "ones", "zeros", "lora_a", "lora_b", "lora_magnitude"]
 """Initial value; "residual" is normal, scaled down with the depth of the model."""
 Role: TypeAlias = Literal["embedding", "matrix", "norm", "bias", "router", "buffer", "adapter"]
 
@@ -65,6 +65,8 @@ class AdapterSpec(NamedTuple):
     a_std: float | None = None
     """Standard deviation of A's initial values; None where they are uniform."""
     b_std: float = 0.0
+    has_magnitude: bool = False
+    """DoRA: the rows of W + scale B A are scaled to the lengths of a trained vector."""
 
 
 class LatentSpec(NamedTuple):

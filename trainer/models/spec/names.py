@@ -72,9 +72,14 @@ def adapter_names(projection: str) -> tuple[str, str]:
     return f"{projection}.lora_A.weight", f"{projection}.lora_B.weight"
 
 
+def magnitude_name(projection: str) -> str:
+    """Returns the name of the magnitudes of a projection with DoRA, [out], as PEFT has it."""
+    return f"{projection}.lora_magnitude_vector"
+
+
 def is_adapter_output(name: str) -> bool:
-    """Returns whether a parameter is the matrix B of an adapter."""
-    return name.endswith(".lora_B.weight")
+    """Returns whether a parameter is the matrix B, or the magnitudes, of an adapter."""
+    return name.endswith((".lora_B.weight", ".lora_magnitude_vector"))
 
 
 def mask_name(projection: str) -> str:

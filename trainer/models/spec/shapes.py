@@ -9,7 +9,7 @@ from trainer.config.schema.classifier import ClassifierConfig
 from trainer.models.spec.adapters import adapter_spec, layer_targets, projections
 from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.model import ParameterSpec
-from trainer.models.spec.names import EXPERT_BIAS, ROUTER, adapter_names, layer_prefix, mask_name
+from trainer.models.spec.names import EXPERT_BIAS, ROUTER, adapter_names, layer_prefix, magnitude_name, mask_name
 from trainer.models.spec.sublayers import attention_parameters, mlp_parameters, moe_parameters
 
 if TYPE_CHECKING:
@@ -99,6 +99,9 @@ def block_names(settings: ModelConfig) -> list[str]:
 def block_weights(settings: ModelConfig) -> list[str]:
     """Returns the names of a block's parameters in the order of its arguments: weights, then adapters."""
     adapters = [matrix for name in adapted_projections(settings) for matrix in adapter_names(name)]
+    common = adapter_spec(settings)
+    if common is not None and common.has_magnitude:
+        adapters += map(magnitude_name, adapted_projections(settings))
     return [*attention_shapes(settings), *mlp_shapes(settings), *adapters]
 
 

@@ -434,7 +434,7 @@ def test_context_mode_1_and_ranks_that_compute_a_layer_together(degrees: str, na
     assert ("context.mode 1 is for debugging" in told(text, EIGHT)) != native
 
 
-METHODS = pytest.mark.parametrize("method", ["init_lora_weights=pissa"])
+METHODS = pytest.mark.parametrize("method", ["init_lora_weights=pissa", "use_dora=True"])
 PET = "model.model_config.pet_config"
 
 
