@@ -94,12 +94,12 @@ class CpuLinear:
         lengths_O = np.empty(len(weight_OI), np.float32)
         for first in range(0, len(weight_OI), _DORA_ROWS):
             rows = slice(first, first + _DORA_ROWS)
-            whole_oI = np.empty(weight_OI[rows].shape, np.float32)
+            merged_oI = np.empty(weight_OI[rows].shape, np.float32)
             low_oR = np.ascontiguousarray(weights[self.lora_b][rows])
-            operators().matmul(low_oR, weights[self.lora_a], whole_oI)
-            whole_oI *= np.float32(self.adapter.scale)
-            whole_oI += to_float32_if_needed(weight_OI[rows], np.empty(whole_oI.shape, np.float32))
-            lengths_O[rows] = np.sqrt(np.einsum("oi,oi->o", whole_oI, whole_oI))
+            operators().matmul(low_oR, weights[self.lora_a], merged_oI)
+            merged_oI *= np.float32(self.adapter.scale)
+            merged_oI += to_float32_if_needed(weight_OI[rows], np.empty(merged_oI.shape, np.float32))
+            lengths_O[rows] = np.sqrt(np.einsum("oi,oi->o", merged_oI, merged_oI))
         return lengths_O
 
     def _before_magnitude(self, call: SublayerCall, grad_nO: np.ndarray, tile: Tile) -> np.ndarray:

@@ -76,15 +76,15 @@ class Projection(nn.Cell):
         """Returns the matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""
         if not self.has_adapter or weights[self.a] is None:
             return weights[self.weight]
-        whole_OI = merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale(weights))
+        merged_OI = merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale(weights))
         if self.has_magnitude:
-            whole_OI = whole_OI * self.factors(weights).expand_dims(-1)
-        return whole_OI
+            merged_OI = merged_OI * self.factors(weights).expand_dims(-1)
+        return merged_OI
 
     def factors(self, weights: Sequence[Tensor | None]) -> Tensor:
         """Returns what DoRA multiplies the outputs by, [O]: magnitudes over row lengths, which have no gradient."""
-        whole_OI = merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale(weights))
-        squares_O = ops.square(ops.stop_gradient(whole_OI)).sum(-1)
+        merged_OI = merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale(weights))
+        squares_O = ops.square(ops.stop_gradient(merged_OI)).sum(-1)
         return weights[self.magnitude] / ops.sqrt(squares_O)
 
     def scale(self, weights: Sequence[Tensor | None]) -> float:

@@ -90,15 +90,15 @@ class ExplicitBackend:
         `preflight` checks what native CPU layers cannot run.
         """
         if not on_arrays(self.config, device, self.world):
-            for found in cell_problems(self.config):
-                raise found.error
+            for each in cell_problems(self.config):
+                raise each.error
         if device != "CPU" and self.config.whole_matrix_method.endswith("use_dora"):
             key = self.config.whole_matrix_method
             raise problem(self.config, key, "is supported on a CPU only", "leave it out, or run on a CPU").error
         if device == "Ascend":
             degrees = parallel_degrees(self.config, self.world)
-            for found in (*offload_problems(self.config), *ascend_problems(self.config, degrees)):
-                raise found.error
+            for each in (*offload_problems(self.config), *ascend_problems(self.config, degrees)):
+                raise each.error
 
     def problems(self) -> list[ConfigError]:
         """Returns no errors, because `preflight` checks all rules of explicit mode."""
