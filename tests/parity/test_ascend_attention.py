@@ -21,7 +21,7 @@ from trainer.ops import plain as plain_kernels
 from trainer.ops.ascend import attention as ascend
 from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.dropout import DropoutKey, dropout_mask, mask_seed
-from trainer.ops.vocabulary import VocabShard
+from trainer.ops.vocabulary import CrossEntropy, VocabShard
 
 ROWS, TOKENS, HEADS, SIZE = 2, 16, 4, 16
 N = ROWS * TOKENS
@@ -217,7 +217,7 @@ def test_loss_in_chunks_is_the_loss(dtype, vocabulary: int, monkeypatch: pytest.
     arrays = [Tensor(normal(N, 8)), Tensor(normal(vocabulary, 8))]
     found = []
     in_chunks = ascend_loss.ChunkedCrossEntropy(lambda cell: cell, True, dtype)
-    for kernel in (plain_kernels.CrossEntropy(dtype), in_chunks):
+    for kernel in (CrossEntropy(dtype), in_chunks):
         of = mindspore.value_and_grad(lambda x, w, run=kernel: run(x, w, Tensor(labels), Tensor(valid)) * 1e-2, (0, 1))
         loss, gradients = of(*arrays)
         found.append([loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)])
@@ -252,7 +252,7 @@ def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.Monk
         kernel = ascend_loss.ChunkedCrossEntropy(lambda cell: cell, True, shard=part)
         return loss_of(kernel, weight[firsts[rank] : firsts[rank + 1]])
 
-    loss, (grad_x, grad_weight) = loss_of(plain_kernels.CrossEntropy(), weight)
+    loss, (grad_x, grad_weight) = loss_of(CrossEntropy(), weight)
     of_ranks = [[rank_loss(rank) for rank in range(3)] for _ in range(2)][1]
     assert all(distance(each, loss) < OPERATOR for each, _ in of_ranks)
     assert distance(sum(gradients[0] for _, gradients in of_ranks), grad_x) < SEVERAL_OPERATORS

@@ -162,6 +162,9 @@ def cells_of(decoder: Decoder) -> list[tuple[str, nn.Cell]]:
 Met = dict[str, list[np.ndarray]]
 
 
+PLAIN_KERNELS = (plain.__name__, vocabulary.__name__)
+
+
 def met_by_kernels(model: Model, monkeypatch: pytest.MonkeyPatch) -> Met:
     """Returns the dtypes that the kernels of the model take and return, by class and argument or result."""
     met: Met = {}
@@ -169,7 +172,7 @@ def met_by_kernels(model: Model, monkeypatch: pytest.MonkeyPatch) -> Met:
 
     def watching(cell: nn.Cell, *args):
         out = original(cell, *args)
-        if type(cell).__module__ == plain.__name__:
+        if type(cell).__module__ in PLAIN_KERNELS:
             note(type(cell).__name__, args, out)
         return out
 
@@ -190,7 +193,7 @@ def met_by_kernels(model: Model, monkeypatch: pytest.MonkeyPatch) -> Met:
     rounded = plain.Attention.round
     monkeypatch.setattr(plain.Attention, "round", lambda *args: noting(rounded, "Attention.rounded")(*args))
     for _, cell in cells_of(model.decoder):
-        for name in ("logits", "mix", "sum") if type(cell).__module__ == plain.__name__ else ():
+        for name in ("logits", "mix", "sum") if type(cell).__module__ in PLAIN_KERNELS else ():
             if name in cell._primitives:
                 monkeypatch.setitem(vars(cell), name, noting(getattr(cell, name), f"{type(cell).__name__}.{name}"))
     model.decoder(model.build_inputs(BATCH))

@@ -63,8 +63,9 @@ def evaluate_on_all_ranks(
         count = min(loader.batches_per_epoch, data.max_batches or loader.batches_per_epoch)
         reported = _report_batches(itertools.islice(batches, data.max_batches), count, on_batch)
         result = evaluate(
-            model, session.build_inputs, reported, should_stop, session.communicator, session.computes_together
-        )
+            model, session.build_inputs, reported, should_stop, session.communicator, session.computes_together,
+            session.prefers,
+        )  # fmt: skip
     if result is None:
         return None
     perplexity_of_tokens = None

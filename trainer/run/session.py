@@ -82,6 +82,11 @@ class Session:
     pipeline: Pipeline | None = None
     device: str = "CPU"
 
+    @property
+    def prefers(self) -> bool:
+        """Whether the loss is that of pairs of answers."""
+        return isinstance(self.build_inputs, InputBuilder) and self.build_inputs.loss is not None
+
     def unsharded_weights(self) -> contextlib.AbstractContextManager[None]:
         """Unshards the weights of ZeRO stage 3 while the block lasts; all ranks enter it together.
 

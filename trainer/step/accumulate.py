@@ -139,9 +139,11 @@ def accumulate(
     if reducer is None:
         reducer = GradientReducer()
     counts = [count_items(batch) for batch in micro_batches]
-    local_counts = (0, 0, 0)
+    local_counts = [0, 0]
     if communicator.reports_tokens:
-        local_counts = (sum(counts), counts.count(0), sum(map(count_loss_tokens, micro_batches)))
+        local_counts = [sum(counts), counts.count(0)]
+    if count_items is not count_loss_tokens:
+        local_counts.append(communicator.reports_tokens * sum(map(count_loss_tokens, micro_batches)))
     [totals] = communicator.all_reduce([np.array([divmod(count, _LOW) for count in local_counts])])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return StepGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
@@ -249,7 +251,9 @@ def _reduce_and_read(
     items = _count(read[_TOTALS][0])
     empty = _count(read[_TOTALS][1])
     items = max(items, local_items)  # a step with gradients is never taken for an empty one
-    tokens = max(_count(read[_TOTALS][2]), items)
+    tokens = items
+    if len(read[_TOTALS]) > 2:  # those of pairs
+        tokens = _count(read[_TOTALS][2])
     flags = None
     if _FLAGS in read:
         flags = read[_FLAGS].tolist()

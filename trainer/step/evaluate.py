@@ -40,6 +40,7 @@ def evaluate(
     stop: Callable[[], bool],
     communicator: Communicator | None = None,
     computes_together: bool = False,
+    prefers: bool = False,
 ) -> EvaluationResult | None:
     """Computes the mean loss over the loss tokens of all ranks; None if `stop` ended it early on any rank.
 
@@ -47,6 +48,7 @@ def evaluate(
         batches: This rank's batches.
         stop: Called before each batch; returns True after a stop signal.
         computes_together: All ranks have the same batches; the result is the mean over the ranks.
+        prefers: The loss is that of pairs of answers, a mean over the pairs.
 
     Raises:
         RunError: The data has no loss token.
@@ -76,19 +78,23 @@ def evaluate(
                 hits.append(measures.keep_scalar(sums.correct))
             if communicator.reports_tokens:
                 tokens += count
-                items += count
             if isinstance(inputs, ModelInputs) and inputs.pairs is not None:
-                items += inputs.pairs.count - count
+                items += inputs.pairs.count
                 hits.append(inputs.pairs.sums[ACCURACIES])
                 margins.append(inputs.pairs.sums[MARGINS])
     sums_of_batches = [measures.sum_scalars(each) if each else 0.0 for each in (losses, hits)]
     local_loss, local_hits = read_together(sums_of_batches)
-    counts = [float(local_loss), tokens, stopped, float(local_hits), bool(hits), items, sum(margins), bool(margins)]
+    counts = [float(local_loss), tokens, stopped, float(local_hits), bool(hits)]
+    if prefers:
+        counts += [items, sum(margins)]
     ranks = 1
     if computes_together:
         ranks = communicator.size
-    sums_of_ranks = (value / ranks for value in communicator.all_reduce_exact(counts))
-    loss_sum, total, stops, all_hits, has_hits, all_items, all_margins, has_margins = sums_of_ranks
+    sums_of_ranks = [value / ranks for value in communicator.all_reduce_exact(counts)]
+    loss_sum, total, stops, all_hits, has_hits = sums_of_ranks[:5]
+    all_items = total
+    if prefers:
+        all_items = sums_of_ranks[5]
     if stops:
         return None
     if total == 0:
@@ -101,8 +107,8 @@ def evaluate(
     if has_hits:
         accuracy = all_hits / all_items
     margin = None
-    if has_margins:
-        margin = all_margins / all_items
+    if prefers:
+        margin = sums_of_ranks[6] / all_items
     return EvaluationResult(loss_sum / all_items, int(total), time.perf_counter() - began, accuracy, margin)
 
 
