@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
 from trainer.models.spec.names import adapter_names, layer_prefix, magnitude_name, megatron_module, sublayer_of
 from trainer.models.spec.sublayers import attention_parameters, latent_spec, mlp_parameters
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from trainer.config.schema.adapter import ModuleNames
     from trainer.config.schema.model import ModelConfig
 
@@ -199,6 +199,8 @@ def merged_matrix(weight_OI: Matrix, a_RI: Matrix, b_OR: Matrix, scale: float) -
 
 def with_magnitudes(matrix_OI: np.ndarray, magnitude_O: np.ndarray) -> np.ndarray:
     """Returns a matrix with rows of these lengths."""
+    import numpy as np  # a plan without data does without
+
     return matrix_OI * (magnitude_O / np.linalg.norm(matrix_OI, axis=1))[:, None]
 
 
