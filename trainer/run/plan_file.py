@@ -304,10 +304,14 @@ def _memory(config: Config, world: World) -> dict[str, int]:
 
 
 def _limit_bytes(config: Config) -> float | None:
+    """Returns max_device_memory in bytes; None without it, or where it is no size, which is another problem."""
     limit = config.context.max_device_memory
     if limit is None:
         return None
-    return float(limit.removesuffix("GB")) * _GIB
+    try:
+        return float(limit.removesuffix("GB")) * _GIB
+    except ValueError:
+        return None
 
 
 def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int]) -> list[Note]:
