@@ -171,6 +171,9 @@ class FusedLinearCrossEntropy:
         dtype = weight_VE.dtype
         # np.empty would take memory from the system each time, which costs a third of the product.
         logits_nV = empty(rows, len(weight_VE))[1]
+        slope_nV = None
+        if self.cap is not None and grad_NE is not None:
+            slope_nV = empty(rows, len(weight_VE))[1]
         narrow_nE = narrow_nV = None
         if dtype != np.float32:
             narrow_nE = empty(rows, self.width, dtype=dtype)[1]
@@ -190,7 +193,10 @@ class FusedLinearCrossEntropy:
                 grad_nV = narrow_nV[:size]
             elif grad_NE is not None:
                 grad_nV = logits_nV[:size]
-            losses_n = self._losses(logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV)
+            slope_of_part = None
+            if slope_nV is not None:
+                slope_of_part = slope_nV[:size]
+            losses_n = self._losses(logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, slope_of_part)
             out_N[part] = losses_n
             loss += float(losses_n @ valid_n1[:, 0].astype(np.float64))
             if grad_NE is not None and grad_nV is not None:
@@ -203,9 +209,12 @@ class FusedLinearCrossEntropy:
 
     def _losses(
         self, logits_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, labels_n: np.ndarray,
-        grad_nV: np.ndarray | None,
+        grad_nV: np.ndarray | None, slope_nV: np.ndarray | None,
     ) -> np.ndarray:  # fmt: skip
-        """Returns the loss of each row; `grad_nV`, which may be `logits_nV`, receives d loss / d logits."""
+        """Returns the loss of each row; `grad_nV`, which may be `logits_nV`, receives d loss / d logits.
+
+        `slope_nV` receives the derivatives of the capped logits, if there is a cap and a gradient.
+        """
         losses_n = np.empty(len(y_nE))
         above_n = np.empty(len(y_nE), np.float32)
         inverse_sum_n = np.empty(len(y_nE), np.float32)
@@ -214,9 +223,6 @@ class FusedLinearCrossEntropy:
         place_n = labels_n - self.first_token
         inside_n = (place_n >= 0) & (place_n < len(weight_VE))
         place_n = place_n * inside_n
-        slope_nV = None
-        if self.cap is not None and grad_nV is not None:
-            slope_nV = empty(len(y_nE), len(weight_VE))[1]
 
         def slopes_of(rows: slice) -> np.ndarray | None:
             """Returns the derivatives of the capped logits of some rows; None where no gradient needs them."""
