@@ -22,7 +22,6 @@ from trainer.checkpoint.hugging_face import (
     TOKENIZER_FILES,
     index_json,
     split_into_files,
-    write_weights,
 )
 from trainer.checkpoint.store import find_checkpoint
 from trainer.checkpoint.weights import read_weights
@@ -30,8 +29,7 @@ from trainer.errors import UserError
 from trainer.monitors import formatting
 from trainer.monitors.files import make_folder
 from trainer.parallel.sharding import ShardSpec
-from trainer.run.export import SHARD_BYTES, weight_files, write_atomically
-from trainer.storage.marker import MARKER
+from trainer.run.export import SHARD_BYTES, check_output, weight_files, write_atomically, write_bytes, write_weight_file
 from trainer.storage.tensor_file import LazyArray, read_shard
 
 Method: TypeAlias = Literal["linear", "slerp", "task_arithmetic", "ties"]
@@ -93,11 +91,10 @@ def merge(options: MergeOptions) -> str:
     for path in weight_files(options.output):
         path.unlink()
     for name, tensors in files.items():
-        selected = {tensor: merged[tensor] for tensor in tensors}
-        write_atomically(options.output / name, partial(_write, selected, options.dtype))
+        write_atomically(options.output / name, partial(write_weight_file, merged, tensors, options.dtype))
     if len(files) > 1:
         index = index_json(files, merged, options.dtype)
-        write_atomically(options.output / INDEX, partial(_write_bytes, index))
+        write_atomically(options.output / INDEX, partial(write_bytes, index))
     copied = list(_copy_other_files(options.models[0], options.output))
     size = sum((options.output / name).stat().st_size for name in files)
     others = ""
@@ -156,33 +153,24 @@ def _check(options: MergeOptions) -> None:
     if method == "linear" and options.weights and abs(sum(options.weights)) < 1e-8:
         values = " ".join(map(str, options.weights))
         raise UserError("the weights sum to 0", key="--weight", value=values, fix="write weights of another sum")
-    if (options.output / MARKER).exists():
-        rule = "the folder is a checkpoint of a training"
-        raise UserError(rule, key="--output", value=str(options.output), fix="name another folder")
-    present = [*weight_files(options.output), options.output / CONFIG]
-    existing = next((path for path in present if path.exists()), None)
-    if existing is not None and not options.force:
-        fix = "give another --output, or --force to replace it"
-        raise UserError("the file exists already", key="--output", value=str(existing), fix=fix)
+    check_output(options.output, options.force)
 
 
 def _compare(
     first: Path, expected: Mapping[str, LazyArray], path: Path, tensors: Mapping[str, LazyArray]
 ) -> None:
     """Raises a UserError if a model has other tensors than the first one."""
-    for name, array in expected.items():
+    for name in (*expected, *tensors):
         if name not in tensors:
             rule = f"it lacks {name}, which {first} has"
-        elif tensors[name].shape != array.shape:
-            rule = f"its {name} has the shape {list(tensors[name].shape)}, that of {first} has {list(array.shape)}"
+        elif name not in expected:
+            rule = f"it has {name}, which {first} lacks"
+        elif tensors[name].shape != expected[name].shape:
+            shapes = list(tensors[name].shape), list(expected[name].shape)
+            rule = f"its {name} has the shape {shapes[0]}, that of {first} has {shapes[1]}"
         else:
             continue
         raise UserError(rule, key="MODEL", value=str(path), fix="merge models of one size, with the same tensor names")
-    for name in tensors:
-        if name not in expected:
-            rule = f"it has {name}, which {first} lacks"
-            fix = "merge models of one size, with the same tensor names"
-            raise UserError(rule, key="MODEL", value=str(path), fix=fix)
 
 
 def _copy_other_files(model: Path, output: Path) -> Iterator[str]:
@@ -200,11 +188,3 @@ def _copy_other_files(model: Path, output: Path) -> Iterator[str]:
 
 def _copy(source: Path, path: Path) -> None:
     shutil.copyfile(source, path)
-
-
-def _write_bytes(content: bytes, path: Path) -> None:
-    path.write_bytes(content)
-
-
-def _write(weights: Mapping[str, LazyArray], dtype: str, path: Path) -> None:
-    write_weights(path, weights, dtype)

@@ -33,6 +33,7 @@ from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 from trainer.monitors import formatting
 from trainer.monitors.files import make_folder, write_failure
 from trainer.storage.marker import MARKER
+from trainer.storage.tensor_file import ArrayOrLazyArray
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -119,9 +120,9 @@ def export(
         for path in weight_files(folder):  # an earlier export may have had other shards
             path.unlink()
     for name, tensors in files.items():
-        write_atomically(folder / name, partial(_write_tensors, weights, tensors, dtype))
+        write_atomically(folder / name, partial(write_weight_file, weights, tensors, dtype))
     for name, content in other_files.items():
-        write_atomically(folder / name, partial(_write_bytes, content))
+        write_atomically(folder / name, partial(write_bytes, content))
     if config.classifier is None:
         notes += _class_notes(config, weights)
     path = output
@@ -195,6 +196,11 @@ def _check(config: Config, output: Path, merge: bool, force: bool) -> None:
     if not merge and not config.load_checkpoint:
         fix = "give --load_checkpoint output/checkpoints"
         raise UserError("export needs weights", where=where("load_checkpoint"), key="load_checkpoint", fix=fix)
+    check_output(output, force)
+
+
+def check_output(output: Path, force: bool) -> None:
+    """Raises a UserError if weights must not be written to a folder or file: it is a checkpoint, or exists already."""
     if (output / MARKER).exists():
         rule = "the folder is a checkpoint of a training, which transformers can load as it is"
         fix = "name another folder"
@@ -214,11 +220,13 @@ def weight_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("model*")) if path.name == INDEX or _WEIGHTS.fullmatch(path.name)]
 
 
-def _write_tensors(weights: Mapping[str, np.ndarray], names: Sequence[str], dtype: str, path: Path) -> None:
+def write_weight_file(weights: Mapping[str, ArrayOrLazyArray], names: Sequence[str], dtype: str, path: Path) -> None:
+    """Writes some of the weights as a safetensors file."""
     write_weights(path, {name: weights[name] for name in names}, dtype)
 
 
-def _write_bytes(content: bytes, path: Path) -> None:
+def write_bytes(content: bytes, path: Path) -> None:
+    """Writes a file; the path is the last argument, as `write_atomically` calls it."""
     path.write_bytes(content)
 
 
