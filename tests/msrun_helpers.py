@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 from fork_server import FORKED, FORKED_PYTHON, ensure_server
+from ports import free_port
 
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
@@ -54,10 +54,3 @@ def take_a_core() -> None:
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ.get("DEVICE_ID", "0")) % len(cores)]})
-
-
-def free_port() -> int:
-    """Returns a port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

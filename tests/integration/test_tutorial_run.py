@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fork_server import ensure_server
-from msrun_helpers import free_port
+from ports import free_port
 from run_helpers import (
     PROGRAM,
     REPOSITORY,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import LIMIT_SECONDS, MSRUN, REPOSITORY, WORKER, Launcher, python_program
+from ports import free_port
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
 from trainer.launch.control.nodes import LOST_SECONDS
-from trainer.launch.msrun import pick_free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.overlapping(5), pytest.mark.xdist_group(__name__)]
 
@@ -36,7 +36,7 @@ def start_node(
 
 
 def start_both(folder: Path, *words: object, forked: bool = True, **more: str) -> tuple[Launcher, Launcher]:
-    port = pick_free_port()
+    port = free_port()
     first, second = (start_node(folder, node, port, *words, forked=forked, **more) for node in range(2))
     return first, second
 
@@ -83,7 +83,7 @@ def test_both_start_again_together(tmp_path: Path) -> None:
 
 def test_workers_of_nodes_with_different_secrets_never_start(tmp_path: Path) -> None:
     """MindSpore's scheduler would let them train together."""
-    port = pick_free_port()
+    port = free_port()
     both = [
         start_node(tmp_path, node, port, 5, RUN_TRAINER_SECRET=str(node) * 16, RUN_TRAINER_TIME_SCALE="0.2")
         for node in range(2)
@@ -141,7 +141,7 @@ def test_a_hang_shows_the_stacks_of_both(tmp_path: Path) -> None:
 
 
 def test_nodes_that_do_not_fit_are_told(tmp_path: Path) -> None:
-    port = pick_free_port()
+    port = free_port()
     first = start_node(tmp_path, 0, port, 1000)
     second = start_node(tmp_path, 1, port, 1000, workers=6)
     assert second.end() == EXIT_BAD_INPUT
@@ -152,7 +152,7 @@ def test_nodes_that_do_not_fit_are_told(tmp_path: Path) -> None:
 
 def test_a_stranger_on_the_control_port_does_no_harm(tmp_path: Path) -> None:
     """Neither before the other node calls nor in a running job. Nothing of the secret is left."""
-    port, go_on = pick_free_port(), tmp_path / "go-on"
+    port, go_on = free_port(), tmp_path / "go-on"
     first = start_node(tmp_path, 0, port, 40, f"0@5:after={go_on}")
     first.wait_until(lambda: "launching" in first.errors)
     (secret,) = (tmp_path / "logs").glob(".*.secret")
@@ -177,7 +177,7 @@ def ask(port: int, lines: tuple[bytes, ...]) -> None:
 
 
 def test_a_control_port_in_use_is_bad_input(tmp_path: Path) -> None:
-    port = pick_free_port()
+    port = free_port()
     with socket.socket() as other:
         other.bind(("", port + 1))
         other.listen()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import MSRUN, REPOSITORY, WORKER, Launcher, call, python_program
+from ports import free_port
 
 from trainer.errors import EXIT_BAD_INPUT
-from trainer.launch.msrun import pick_free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.overlapping(8), pytest.mark.xdist_group(__name__)]
 
@@ -34,7 +34,7 @@ def script(folder: Path, *words: object, forked: bool = True, **more: str) -> La
 
 def test_nothing_in_the_order_is_run_by_a_shell(tmp_path: Path) -> None:
     order = shlex.join([str(WORKER), "2", *TRICKY])
-    job = script(tmp_path, order, 2, pick_free_port(), "logs", True, 60, forked=False)
+    job = script(tmp_path, order, 2, free_port(), "logs", True, 60, forked=False)
     assert job.end() == 0
     for rank in range(2):
         assert job.facts(rank)["arguments"] == ["2", *TRICKY]
@@ -67,17 +67,17 @@ def test_two_arguments(tmp_path: Path) -> None:
 
 
 def test_the_exit_code_of_a_joined_job(tmp_path: Path) -> None:
-    job = script(tmp_path, f"{WORKER} 50 1@3:exit=7", 2, pick_free_port(), "logs", "True", 60)
+    job = script(tmp_path, f"{WORKER} 50 1@3:exit=7", 2, free_port(), "logs", "True", 60)
     assert job.end() == 7
 
 
 def test_this_trainer_is_found_from_anywhere(tmp_path: Path) -> None:
-    job = script(tmp_path, "run_trainer.py plan", 2, pick_free_port(), "logs", "True", 60)
+    job = script(tmp_path, "run_trainer.py plan", 2, free_port(), "logs", "True", 60)
     assert job.end() == EXIT_BAD_INPUT and "write `plan --ranks 8`" in job.errors
 
 
 def test_run_mindformer_py_means_this_trainer(tmp_path: Path) -> None:
-    job = script(tmp_path, "run_mindformer.py --config absent.yaml", 2, pick_free_port(), "logs", "True", 60)
+    job = script(tmp_path, "run_mindformer.py --config absent.yaml", 2, free_port(), "logs", "True", 60)
     assert job.end() == EXIT_BAD_INPUT and "run_mindformer.py is taken as run_trainer.py" in job.errors
     assert "absent.yaml: the configuration file does not exist" in job.errors
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
@@ -22,7 +23,6 @@ from trainer.launch.control.nodes import NodeClient, NodeLink, NodeServer, conne
 from trainer.launch.control.secret import make_secret, read_secret
 from trainer.launch.control.signed import SignedChannel
 from trainer.launch.job import job_files
-from trainer.launch.msrun import pick_free_port
 from trainer.launch.terminal import printable
 
 SECRET = "a secret for tests alone"
@@ -37,7 +37,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def options() -> LaunchOptions:
     """Returns the options of node 0 of two."""
-    return LaunchOptions(worker_num=4, local_worker_num=2, master_port=pick_free_port("127.0.0.1"))
+    return LaunchOptions(worker_num=4, local_worker_num=2, master_port=free_port())
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_it_listens_where_master_addr_points_and_nowhere_else(hub: NodeServer, o
 
 
 def test_a_name_that_other_machines_cannot_reach_is_told(options: LaunchOptions, tmp_path: Path) -> None:
-    named = connect_nodes(replace(options, master_addr="localhost", master_port=pick_free_port()), tmp_path)
+    named = connect_nodes(replace(options, master_addr="localhost", master_port=free_port()), tmp_path)
     assert "note: localhost is" in talk(named, until="which other machines cannot reach")[0].lines[0]
     named.close()
 
@@ -295,7 +295,7 @@ def test_another_secret_is_not_taken(
 ) -> None:
     monkeypatch.setenv("RUN_TRAINER_SECRET", SECRET + "!")
     other = spoke(options, tmp_path)
-    here, other.address = other.address, ("127.0.0.1", pick_free_port("127.0.0.1"))
+    here, other.address = other.address, ("127.0.0.1", free_port())
     other.began -= 60
     assert "does not answer" in talk(other, until="waiting for node 0")[-1].lines[0]
     other.address = here

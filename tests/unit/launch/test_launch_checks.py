@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from trainer.cli.main import dispatch
 from trainer.errors import UserError
@@ -56,12 +57,6 @@ def refusal(options: LaunchOptions, left_bytes: int = 64 * GIB) -> str:
         check(options, left_bytes=left_bytes)
     assert caught.value.exit_code == 2 and "\n  Fix: " in str(caught.value)
     return str(caught.value)
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def test_a_job_that_can_run_is_left_alone(options: LaunchOptions, script: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ports import free_port
 
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.flags import split_arguments
@@ -31,7 +32,6 @@ from trainer.launch.job import (
     job_files,
     write_outcome,
 )
-from trainer.launch.msrun import pick_free_port
 from trainer.launch.restart import make_restart_plan
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import RunInfo
@@ -139,7 +139,7 @@ def test_a_signal_ends_the_wait_for_the_other_nodes() -> None:
 def test_nodes_do_not_wait_long_for_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN_TRAINER_SECRET", "a secret for tests alone")
     way = RestartPlan(tmp_path, lambda: "", lambda given, name: given, lambda given, name: None)
-    options = LaunchOptions(4, 2, master_port=pick_free_port("127.0.0.1"))
+    options = LaunchOptions(4, 2, master_port=free_port())
     for attempt, changes, seconds in ((0, {}, 7200), (1, {}, 600), (1, {"start_timeout": 30.5}, 31)):
         nodes = command._nodes(replace(options, **changes), way, attempt, "")
         assert not [event for event in nodes.poll(nodes.began + seconds - 1) if event.kind == "failed"]
