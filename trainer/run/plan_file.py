@@ -137,8 +137,10 @@ def plan_file(
         not_implemented = [each for each in backend_problems if each.error.rule not in degree_rules]
         missing_paths = [each for each in problems if each.is_absent]
     model = config.source.name(_MODEL)
-    if any(each.error.key.startswith("model.") for each in known_errors):  # they may be why sizes are missing
-        problems = [each for each in problems if each.error.key != model or each.is_absent]
+    is_no_section = any(each.error.key == "model" for each in known_errors)
+    if is_no_section or any(each.error.key.startswith("model.") for each in known_errors):
+        # They may be why sizes are missing.
+        problems = [each for each in problems if each.error.key != model or (each.is_absent and not is_no_section)]
     problems += backend_problems
     if not_implemented:  # then the backend has not checked the degrees
         problems += degree_problems

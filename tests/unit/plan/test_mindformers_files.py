@@ -261,6 +261,8 @@ def test_a_template_without_a_model_is_planned_as_far_as_it_goes():
     assert "missing: hidden_size, num_heads, vocab_size" in some
     here = failure(lambda: plan_of(template.replace('{device_target: "Ascend"}', '{device_target: "CPU"}')))
     assert "a run needs the sizes of its model" in here
+    no_section = failure(lambda: plan_of("model: []\n"))
+    assert no_section.startswith("a.yaml:1: model = []: must be a section") and "sizes" not in no_section
 
 
 def test_lists_count_layers_of_stages():
