@@ -14,9 +14,8 @@ from fuzz import Attempt, check
 from fuzzing.mutate import changed_bytes, json_bytes
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.control.messages import NodeMessage, failure_message, parse
+from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message, parse
 from trainer.launch.control.nodes import NodeServer
-from trainer.launch.control.signed import SignedChannel
 from trainer.launch.wire import Channel, ListeningSocket
 
 _SECRET = b"s" * 32

@@ -18,10 +18,9 @@ from ports import free_port
 from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import worker_specs
-from trainer.launch.control.messages import NodeMessage, failure_message, parse
+from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message, parse
 from trainer.launch.control.nodes import NodeClient, NodeLink, NodeServer, connect_nodes
 from trainer.launch.control.secret import make_secret, read_secret
-from trainer.launch.control.signed import SignedChannel
 from trainer.launch.job import job_files
 from trainer.launch.terminal import printable
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.control.messages import LONGEST_LINE, NodeMessage, failure_message
-from trainer.launch.control.secret import SECRET_VARIABLE, make_secret, read_secret, secret_file, secret_of_environment
-from trainer.launch.control.signed import SignedChannel
+from trainer.launch.control.messages import LONGEST_LINE, NodeMessage, SignedChannel, failure_message
+from trainer.launch.control.secret import SECRET_VARIABLE, make_secret, read_secret, secret_of_environment
 from trainer.launch.wire import ListeningSocket, scale_timeout
 
 CONTROL_PORT_VARIABLE = "RUN_TRAINER_CONTROL_PORT"
@@ -80,7 +79,7 @@ class Nodes:
     _told: set[str] = field(default_factory=set)  # the kinds of messages that all nodes got
     _is_done: bool = False  # the workers of this node have ended
     _beat_at: float = 0.0
-    _moved: bool = False  # whether a rank made progress since the last heartbeat
+    _heartbeat: NodeMessage = NodeMessage(kind="beat")  # the next one
     _noted: set[str] = field(default_factory=set)
 
     @property
@@ -105,11 +104,8 @@ class Nodes:
                 self._lose(node, now)
         if now >= self._beat_at:
             self._beat_at = now + scale_timeout(_BEAT_SECONDS)
-            heartbeat = NodeMessage(kind="beat")
-            if self._moved:
-                heartbeat = NodeMessage(kind="moved")
-            self._send(heartbeat)
-            self._moved = False
+            self._send(self._heartbeat)
+            self._heartbeat = NodeMessage(kind="beat")
         events = self._events
         self._events = []
         return events
@@ -117,7 +113,7 @@ class Nodes:
     def report_progress(self) -> None:
         """Reports with the next heartbeat that a rank of this node makes progress: ranks of other nodes may wait for
         it."""
-        self._moved = True
+        self._heartbeat = NodeMessage(kind="moved")
 
     def report_failure(self, exit_code: int, lines: list[str]) -> None:
         """Reports that this node's part of the job failed."""
@@ -150,7 +146,8 @@ class Nodes:
         if message.kind == "done":
             self.links[node].is_done = True
         elif message.kind == "moved":
-            self._moved = self._moved or len(self.links) > 1
+            if len(self.links) > 1:
+                self.report_progress()
             self._events.append(message)
         elif message.kind == "stop" or (message.kind == "failed" and "failed" not in self._told):
             self._send(message, but=node)  # the first failure ends the job
@@ -361,7 +358,7 @@ def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume
     port = int(string)
     host = options.master_addr.strip("[]")
     secret = secret_of_environment()
-    path = secret_file(shared, port)
+    path = shared.expanduser().absolute() / f".launchers-{port}.secret"
     if options.node_rank:
         return NodeClient(address=(host, port), options=options, attempt=attempt, secret=secret, secret_path=path)
     listening = _listen(host, port)

@@ -29,11 +29,6 @@ def secret_of_environment() -> bytes | None:
     return os.fsencode(text) or None
 
 
-def secret_file(folder: Path, port: int) -> Path:
-    """Returns the file with the secret of the job whose launchers use this port, in a folder that all nodes share."""
-    return folder.expanduser().absolute() / f".launchers-{port}.secret"
-
-
 def make_secret(path: Path) -> bytes:
     """Writes a new secret to a file that only this user can read, and returns it.
 
