@@ -48,7 +48,7 @@ def main() -> None:
         model, parts, every = trainer.model, trainer.model.parts, trainer.model.parts.layers
         parts.layers, model.num_layers = every[layers], len(every[layers])
         inputs = trainer.build_inputs(batch)
-        trained = list(model.trained_parameters.values())
+        trained = [each for each in model.parameters_by_name.values() if each.requires_grad]
         _, gradients = mindspore.value_and_grad(lambda: model(inputs, None, RouterStatistics()).total, None, trained)()
         for gradient in gradients:
             gradient.asnumpy()

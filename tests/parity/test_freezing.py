@@ -80,7 +80,7 @@ def assert_trained_get_the_same(ours: dict[str, np.ndarray], theirs: dict[str, n
 
 def test_trained_weights_get_the_gradients_of_the_full_model(partial: Partial, window: list[Batch]) -> None:
     trainer = partial.trainer
-    frozen = len(trainer.initial) - len(trainer.model.trained_parameters)
+    frozen = sum(not each.requires_grad for each in trainer.model.parameters_by_name.values())
     assert_trained_get_the_same(gradients(trainer, window), partial.right, frozen)
 
 
@@ -115,7 +115,7 @@ def test_an_mtp_module_is_reached_from_what_its_merge_trains(window: list[Batch]
 def test_frozen_weights_have_no_norm_no_decay_no_state_and_never_change(partial: Partial, window: list[Batch]) -> None:
     """Checks norm, weight decay and optimizer state of frozen parameters; each optimizer has three models or more."""
     kind, trainer, full = partial
-    trained = set(trainer.model.trained_parameters)
+    trained = {name for name, each in trainer.model.parameters_by_name.items() if each.requires_grad}
     right = {name: gradient for name, gradient in full.items() if name in trained}
     clipping = {"use_clip_grad": True, "max_grad_norm": 0.1}
     optimizer = SGD if kind in ("matrices", "upper layer", "all but norms") else ADAMW

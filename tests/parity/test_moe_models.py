@@ -69,7 +69,7 @@ def with_gradients(built: Built) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses (of all, of the next token, of further ones), and the gradients of all by the names on disk."""
     model, inputs = built.model, built.build_inputs(built.batch)
     names = [name for name in model.parameters_by_name if not is_buffer(name)]
-    assert set(names) == set(model.trained_parameters)
+    assert set(names) == {name for name, each in model.parameters_by_name.items() if each.requires_grad}
 
     def losses() -> tuple[Tensor, ...]:
         found = model(inputs, None, RouterStatistics())

@@ -408,7 +408,8 @@ def test_the_bits_are_the_same_for_any_number_of_threads(
 
 def gradients(trainer: TinyTrainer) -> dict[str, np.ndarray]:
     """Returns the gradients of all trained weights, and the loss."""
-    inputs, trained = trainer.build_inputs(make_batch(seed=4, valid=9, rows=2)), trainer.model.trained_parameters
+    inputs = trainer.build_inputs(make_batch(seed=4, valid=9, rows=2))
+    trained = {name: each for name, each in trainer.model.parameters_by_name.items() if each.requires_grad}
 
     def loss() -> Tensor:
         return trainer.model(inputs, KEY, RouterStatistics()).total

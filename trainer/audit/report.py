@@ -162,7 +162,9 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
     sources = kernel_sources(total)
     others: list[Other] = []
     if sources is not None:
-        others = _other_operators(counts, sources)
+        others = [Other(operator, count, sources[operator]) for operator, count in counts.items()]
+        without_kernel = (other for other in others if other.source in (HOST, NONE, CANN))
+        others = sorted(without_kernel, key=lambda other: (other.source, other.operator))
     semi_auto: list[tuple[str, str]] = []
     if is_semi_auto(config):
         semi_auto = semi_auto_rows(config, world)
@@ -315,12 +317,6 @@ def _in_layer(layer: LayerSpec, kernel: str) -> int:
         "grouped_matmul": 3 * layer.is_moe,
         "token_permute": 1 * layer.is_moe,
     }[kernel]
-
-
-def _other_operators(counts: Counter[str], sources: dict[str, str]) -> list[Other]:
-    others = [Other(operator, count, sources[operator]) for operator, count in counts.items()]
-    without_kernel = [other for other in others if other.source in (HOST, NONE, CANN)]
-    return sorted(without_kernel, key=lambda other: (other.source, other.operator))
 
 
 def _limits(config: Config, libraries: bool) -> Iterator[str]:

@@ -46,7 +46,9 @@ def decompose(base: Mapping[str, np.ndarray], settings: ModelConfig, seed: int) 
             continue
         weight_OI = base[f"{matrix}.weight"]
         if method == "olora":
-            a_RI, b_OR = _orthonormal(weight_OI, adapter.rank)
+            q, r = np.linalg.qr(weight_OI)
+            a_RI = r[: adapter.rank]
+            b_OR = q[:, : adapter.rank]
         elif not iterations:
             u, values, vt = np.linalg.svd(weight_OI, full_matrices=False)
             a_RI, b_OR = _principal(u, values, vt, adapter)
@@ -58,12 +60,6 @@ def decompose(base: Mapping[str, np.ndarray], settings: ModelConfig, seed: int) 
         adapters[name_a] = np.concatenate([a_RI, a_RI]).astype(np.float32)
         adapters[name_b] = np.concatenate([b_OR, -b_OR], axis=1).astype(np.float32)
     return adapters
-
-
-def _orthonormal(weight_OI: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns A and B of OLoRA: the first rows and columns of W = Q R."""
-    q, r = np.linalg.qr(weight_OI)
-    return r[:rank], q[:, :rank]
 
 
 def _principal(

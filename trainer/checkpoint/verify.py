@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trainer.checkpoint.adapters import CONFIG_FILE, PART, PREFIX
 from trainer.checkpoint.documents import AdapterDescription, read_run_state
@@ -89,11 +89,6 @@ def result_lines(results: list[VerifyResult]) -> Iterator[str]:
         if newest:
             text += f"; the newest intact checkpoint is {newest}"
     yield text
-
-
-def verify_result_dict(one: VerifyResult) -> dict[str, Any]:
-    """Returns a result as JSON values."""
-    return one._asdict() | {"path": str(one.path)}
 
 
 def _newest(intact: set[Path]) -> Path | None:

@@ -140,7 +140,7 @@ class _Reader:
 
     def next_is_value(self) -> bool:
         """Returns whether the next argument is a value, not a flag."""
-        return bool(self.tokens) and not _is_flag(self.tokens[0])
+        return bool(self.tokens) and (self.tokens[0] == "--" or not self.tokens[0].startswith("--"))
 
     def value(self, flag: str, inline: str | None, example: str) -> str:
         """Returns the value of a flag: the text after ``=``, or the next argument."""
@@ -196,10 +196,6 @@ _SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend", "steps": "3", "j
 
 _NULLS = ("null", "None", "~")
 """Values that remove a key of the file, an unknown one too."""
-
-
-def _is_flag(token: str) -> bool:
-    return token.startswith("--") and token != "--"
 
 
 def _read_flag(reader: _Reader, name: str, inline: str | None) -> None:

@@ -71,13 +71,13 @@ def _runs(
     json_: _Json = False,
 ) -> int:
     """Lists the runs below a folder: state, step, loss, when and where; the newest last."""
-    from trainer.report.runs import HEADER, LEFT_OUT_FIRST, find_runs, run_dict, table_row
+    from trainer.report.runs import HEADER, LEFT_OUT_FIRST, find_runs, run_values, table_row
     from trainer.tables import print_fitting, sections_text
 
     runs = find_runs(user_path(folder, "argument DIR"))
     _print_notes(runs)
     if json_:
-        print(json.dumps([run_dict(run) for run in runs], indent=1))
+        print(json.dumps([{"run": run.name, **run_values(run)} for run in runs], indent=1))
     elif runs:
         table = ("runs", [HEADER, *map(table_row, runs)])
         if sys.stdout.isatty():

@@ -50,11 +50,11 @@ def _verify(
 
     Exit code 0: all are intact; 1: one is damaged; 2: there is nothing to check.
     """
-    from trainer.checkpoint.verify import result_lines, verify, verify_result_dict
+    from trainer.checkpoint.verify import result_lines, verify
 
     results = verify(user_path(folder, "DIR"))
     if json_:
-        print(json.dumps([verify_result_dict(result) for result in results], indent=1))
+        print(json.dumps([result._asdict() | {"path": str(result.path)} for result in results], indent=1))
     else:
         print("\n".join(result_lines(results)))
     if any(result.problem for result in results):

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.errors import RunError, UserError
@@ -44,14 +43,14 @@ def build_cann_stubs(cache: Path | None = None) -> Path:
     """Returns a folder with stubs that MindSpore takes for CANN. Builds them first if necessary, in a few seconds.
 
     Args:
-        cache: The folder in which they are kept. Default None: `cache_folder`.
+        cache: The folder in which they are kept. Default None: that of the user.
 
     Raises:
         UserError: There is no compiler.
         RunError: The compiler fails.
     """
     if cache is None:
-        cache = cache_folder(os.environ)
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "run_trainer"
     digest = hashlib.sha256(" ".join((*_FLAGS, *_NAMES, _VERSION)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())
@@ -72,11 +71,6 @@ def build_cann_stubs(cache: Path | None = None) -> Path:
             if not folder.is_dir():
                 raise
     return folder / _TOOLKIT
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Returns the folder in which libraries are kept from run to run."""
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "run_trainer"
 
 
 def _build(folder: Path) -> None:

@@ -165,9 +165,10 @@ def environment(variables: Mapping[str, str], toolkit: Path, ranks: int, rank: i
     base = {name: value for name, value in variables.items() if not name.startswith(_JOB_VARIABLES)}
     libraries = toolkit / "lib64"
     package = Path(__file__).resolve().parents[2]
+    python_path = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths: dict[str, list[Path | str | None]] = {
         "LD_LIBRARY_PATH": [libraries, variables.get("LD_LIBRARY_PATH")],
-        "PYTHONPATH": [toolkit / "python", package, *map(os.path.abspath, _entries(variables.get("PYTHONPATH")))],
+        "PYTHONPATH": [toolkit / "python", package, *map(os.path.abspath, python_path)],
     }
     joined = {name: os.pathsep.join(str(part) for part in parts if part) for name, parts in paths.items()}
     return base | joined | {
@@ -178,10 +179,6 @@ def environment(variables: Mapping[str, str], toolkit: Path, ranks: int, rank: i
         "ASCEND_OPP_PATH": str(toolkit / "opp"),
         "LD_PRELOAD": str(libraries / LIBRARY),
     }  # fmt: skip
-
-
-def _entries(paths: str | None) -> list[str]:
-    return [path for path in (paths or "").split(os.pathsep) if path]
 
 
 def _lines(path: Path, process: subprocess.Popen) -> Iterator[str]:

@@ -128,11 +128,6 @@ class Classifier(nn.Cell):
         self.loss = compile_cell(ImageLoss(), compiled)
         self.correct_labels = compile_cell(CorrectLabels(), compiled)
 
-    @property
-    def trained_parameters(self) -> dict[str, Parameter]:
-        """Returns the parameters that an optimizer updates, by name."""
-        return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
-
     def construct(
         self, inputs: ImageInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
     ) -> LossSums:

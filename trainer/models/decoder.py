@@ -201,11 +201,6 @@ class Decoder(DecoderForward):
         self.run_merge = self.parts.run_merge
         self.run_head = self.parts.run_head
 
-    @property
-    def trained_parameters(self) -> dict[str, Parameter]:
-        """Returns the parameters that an optimizer updates, by name."""
-        return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
-
     def construct(
         self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
     ) -> LossSums:

@@ -181,14 +181,9 @@ def _narrow_products(dtype: str, native: bool, compiled: bool) -> NarrowProducts
     return NarrowProducts(by, why[by])
 
 
-def _requested_dtypes(config: Config) -> dict[str, str]:
-    """Returns the requested dtype of each part, by its key."""
-    return {key: requested_dtype(config.decoder, config.amp_level, key) for key in PART_KEYS}
-
-
 def dtype_notes(config: Config, precision: Precision, device: str) -> Iterator[Note]:
     """Yields notes about parts on a CPU whose requested half precision is not available, or is slow."""
-    requested = _requested_dtypes(config)
+    requested = {key: requested_dtype(config.decoder, config.amp_level, key) for key in PART_KEYS}
     if device != "CPU" or not {"bfloat16", "float16"} & set(requested.values()):
         return
     parts = (precision.compute, precision.norm, precision.softmax, precision.rotary)

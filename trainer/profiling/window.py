@@ -146,7 +146,8 @@ class StepProfiler:
             with contextlib.suppress(Exception):  # only a tool's description of the job
                 self._of_mindspore.add_metadata_json("distributed_args", json.dumps(self._layout))
         if self._device == "CPU":
-            ignored = _only_on_devices(self._section)
+            of_devices = ("profiler_level", "profile_communication", "profile_memory", "with_stack", "mstx")
+            ignored = [name for name in of_devices if getattr(self._section, name)]
             if ignored:
                 self._tell(f"profile: {', '.join(ignored)}: no effect with MindSpore's profiler on a CPU")
         if self._has_native_layers:
@@ -188,12 +189,6 @@ def _open_profiler(section: ProfileMonitor, folder: Path, device: str) -> Any:
         start_profile=False, on_trace_ready=ready, experimental_config=detail,
         profile_memory=section.profile_memory, with_stack=section.with_stack,
     )  # fmt: skip
-
-
-def _only_on_devices(section: ProfileMonitor) -> list[str]:
-    """Returns the keys that are set and have an effect on devices only."""
-    names = ("profiler_level", "profile_communication", "profile_memory", "with_stack", "mstx")
-    return [name for name in names if getattr(section, name)]
 
 
 def _begin_range(name: str) -> Any:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import UserError
 from trainer.report.compare import ABSENT, loss_text, run_values
@@ -62,8 +61,3 @@ def table_row(record: RunData) -> tuple[str, ...]:
         record.name, record.state, f"{record.step}/{record.last_step}", loss_text(values["loss"]),
         loss_text(values["eval_loss"]), start_text, str(record.folder),
     )  # fmt: skip
-
-
-def run_dict(record: RunData) -> dict[str, Any]:
-    """Returns the values of a run for `runs --json`."""
-    return {"run": record.name, **run_values(record)}

@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -148,7 +147,7 @@ def _new_start(info: RunInfo, device: str, ranks: int) -> RunStart:
         process_start=process_start(os.getpid()),
         commit=git_commit(Path(__file__).resolve().parent),
         versions=_package_versions(),
-        command=_valid_words(sys.argv),
+        command=[os.fsencode(word).decode(errors="replace") for word in sys.argv],  # JSON stores UTF-8 only
     )
 
 
@@ -164,11 +163,6 @@ def _describe_failure(error: BaseException | None) -> str:
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def _valid_words(words: Sequence[str]) -> list[str]:
-    """Replaces bytes that are not UTF-8, which JSON cannot store."""
-    return [os.fsencode(word).decode(errors="replace") for word in words]
 
 
 def process_start(pid: int) -> int:

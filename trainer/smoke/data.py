@@ -9,8 +9,8 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.schema.data import EVAL, TRAIN, HuggingFaceLoader, MegatronLoader, SftLoader
 from trainer.smoke.changes import Change, Setup, change_key
-from trainer.smoke.model import seq_length, small_vocabulary
-from trainer.smoke.training import rows_of_a_step, smoke_batch_size
+from trainer.smoke.model import SMALL_VOCABULARY, seq_length
+from trainer.smoke.training import micro_batches, smoke_batch_size
 
 TOKEN_FILES = ("MindDataset", "BlendedMegatronDatasetDataLoader")
 _MODEL = "model.model_config"
@@ -37,7 +37,7 @@ def vocabulary(config: Config, setup: Setup) -> int:
         real = loader.type in TOKEN_FILES and section not in setup.missing
         if real or (loader.reads_text and _has_tokenizer(config, section)):
             return config.decoder.vocab_size
-    return small_vocabulary(config)
+    return min(config.decoder.vocab_size, SMALL_VOCABULARY)
 
 
 def _has_tokenizer(config: Config, section: str) -> bool:
@@ -58,7 +58,9 @@ def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Chan
         yield from change_key(config, f"{source}.max_batches", 1, "one batch is evaluated")
     elif config.eval_dataset is not None:
         yield Change(EVAL, config.eval_dataset.data_loader.type, None, "not read: do_eval is False")
-    rows = {TRAIN: setup.steps * rows_of_a_step(config, setup), EVAL: smoke_batch_size(config) * setup.ranks}
+    micro_batch = smoke_batch_size(config)
+    of_a_step = micro_batch * micro_batches(config) * setup.layout.degrees.data_parallel
+    rows = {TRAIN: setup.steps * of_a_step, EVAL: micro_batch * setup.ranks}
     for section in sections_read(config):
         yield from _section_changes(config, setup, section, rows[section])
     if evaluates and config.eval_dataset is not None and config.eval_dataset.batch_size is not None:

@@ -20,7 +20,7 @@ NO_SIZES = (*PART_KEYS, "param_init_type", "seq_length")
 LARGEST_KEPT_WIDTH = 256
 """A model of this hidden_size or less keeps its widths."""
 _SEQ_LENGTH = 128
-_VOCABULARY = 512
+SMALL_VOCABULARY = 512
 _HEAD_SIZE = 16
 _MANY_HEADS = 8
 _MULTIPLE = 8
@@ -67,11 +67,6 @@ def seq_length(config: Config) -> int:
     return min(config.decoder.seq_length, _SEQ_LENGTH)
 
 
-def small_vocabulary(config: Config) -> int:
-    """Returns the vocabulary size of the smoke run for synthetic tokens."""
-    return min(config.decoder.vocab_size, _VOCABULARY)
-
-
 def _round_width(value: float) -> int:
     """Rounds a width to a multiple of 8, at least 8."""
     return max(_MULTIPLE, round(value / _MULTIPLE) * _MULTIPLE)
@@ -85,7 +80,7 @@ def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
     if group > 1:
         kv_heads = min(decoder.kv_heads, 2)
     most = 4 * _MANY_HEADS
-    if vocab_size > _VOCABULARY:  # the full vocabulary needs a narrower model
+    if vocab_size > SMALL_VOCABULARY:  # the full vocabulary needs a narrower model
         most = 2 * _MANY_HEADS
     if kv_heads * group > most:
         kv_heads = 1

@@ -23,7 +23,8 @@ def full_run_requirements(config: Config, plan: Plan, missing: Mapping[str, str]
         plan: The plan of the unchanged file.
         missing: Data set sections whose data is not on this machine, with their paths.
     """
-    return [*_data(config, missing), *_weights(config), *_devices(config, plan), *_not_built(plan)]
+    not_built = [f"run_trainer itself: {note}" for note in plan.notes if note.startswith("not supported on Ascend: ")]
+    return [*_data(config, missing), *_weights(config), *_devices(config, plan), *not_built]
 
 
 def _data(config: Config, missing: Mapping[str, str]) -> list[str]:
@@ -62,8 +63,3 @@ def _devices(config: Config, plan: Plan) -> list[str]:
             relation = "more than"
         memory += f", {relation} the {limit} GiB of max_device_memory"
     return [devices, memory]
-
-
-def _not_built(plan: Plan) -> list[str]:
-    starts = "not supported on Ascend: "
-    return [f"run_trainer itself: {note}" for note in plan.notes if note.startswith(starts)]

@@ -53,11 +53,6 @@ def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator
             yield from change_key(config, f"callbacks.{number}.output_path", None)
 
 
-def rows_of_a_step(config: Config, setup: Setup) -> int:
-    """Returns the sequences of an optimizer step of the smoke run, over all ranks."""
-    return smoke_batch_size(config) * micro_batches(config) * setup.layout.degrees.data_parallel
-
-
 def smoke_batch_size(config: Config) -> int:
     """Returns the micro-batch size of the smoke run."""
     return min(config.runner_config.batch_size, _BATCH_SIZE)

@@ -289,11 +289,9 @@ class Pipeline:
         totals = dict[str, Tensor]()
         places = {name: place for place, name in enumerate(names)}
 
-        def local_gradient_of(name: str, gradient: Tensor) -> Tensor:
-            return local_gradient(places[name], gradient)
-
         passes = self.stage.train(
-            micro_batches, make_call, factor, self.link.send, on_forward, totals, local_gradient_of
+            micro_batches, make_call, factor, self.link.send, on_forward, totals,
+            lambda name, gradient: local_gradient(places[name], gradient),
         )
         _, waited = self._run(passes)
         gradients = [totals.pop(name) for name in names]

@@ -72,10 +72,6 @@ def _is_recorded(config: Config, key: str) -> bool:
     return config.source.is_of_run and not config.source.where(key).startswith("flag")
 
 
-def _has_float32_products(config: Config) -> bool:
-    return requested_dtype(config.decoder, config.amp_level, "compute_dtype") == "float32"
-
-
 def _recomputes(config: Config) -> bool:
     """Returns False for a training without recomputation."""
     return not config.trains or any(recomputed_parts(config))
@@ -147,7 +143,8 @@ _UNUSED = (
     _Unused("runner_wrapper", "global_norm_spike_threshold global_norm_spike_count_threshold",
             lambda c: c.trains and not c.runner_wrapper.use_skip_data_by_global_norm,
             "runner_wrapper.use_skip_data_by_global_norm is False", "use_skip_data_by_global_norm"),
-    _Unused("runner_wrapper", "accumulate_allreduce_grads_in_fp32", lambda c: c.trains and _has_float32_products(c),
+    _Unused("runner_wrapper", "accumulate_allreduce_grads_in_fp32",
+            lambda c: c.trains and requested_dtype(c.decoder, c.amp_level, "compute_dtype") == "float32",
             "matrix products and gradients are float32"),
     _Unused("runner_wrapper.scale_sense", "scale_factor scale_window",
             lambda c: c.trains and getattr(c.runner_wrapper.scale_sense, "type", "") == "FixedLossScaleUpdateCell",

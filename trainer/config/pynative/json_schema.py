@@ -97,7 +97,8 @@ def _newer_schema(root: dict[str, Any]) -> dict[str, Any]:
         *path, name = row.old.split(".")
         for number, part in enumerate(path, start=1):
             description = _SECTIONS.get(part, f"Keys of {'.'.join(path[:number])}.")
-            section = _object_of(section["properties"].setdefault(part, _nullable(_section(description))))
+            choices = section["properties"].setdefault(part, _nullable(_section(description)))["anyOf"]
+            section = next(each for each in choices if each.get("type") == "object")
         known = section["properties"].get(name)
         if known is None or not row.reason:
             section["properties"][name] = _key_schema(row, root, known)
@@ -111,11 +112,6 @@ def _section(description: str) -> dict[str, Any]:
 def _nullable(section: dict[str, Any]) -> dict[str, Any]:
     """Allows null for a section, as in the older schema."""
     return {"anyOf": [section, {"type": "null"}], "description": section["description"]}
-
-
-def _object_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the object among the choices of a section."""
-    return next(each for each in schema["anyOf"] if each.get("type") == "object")
 
 
 def _key_schema(row: Row, root: dict[str, Any], known: dict[str, Any] | None) -> dict[str, Any]:

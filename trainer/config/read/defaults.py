@@ -299,7 +299,9 @@ def _set_class_defaults(
     for name, value in defaults.items():
         if name == "seq_length" and isinstance(longest, int):
             value = min(value, longest)
-        key = _model_key(name)
+        key = f"{_EXPERTS}.{yaml_names(MoEConfig).get(name)}"
+        if name in yaml_names(ModelConfig):
+            key = f"{_MODEL}.{yaml_names(ModelConfig)[name]}"
         main = key.rpartition(".")[2]
         if value is None or not _fits(name, value, settings) or not _set_default(resolved, key, value, because):
             continue
@@ -310,13 +312,6 @@ def _set_class_defaults(
         if value not in (_schema_default(key), implied.get(main)):
             used.append(f"{name} {value}")
     return used
-
-
-def _model_key(name: str) -> str:
-    """Returns the dotted key of a setting of the model, under any of its names."""
-    if name in yaml_names(ModelConfig):
-        return f"{_MODEL}.{yaml_names(ModelConfig)[name]}"
-    return f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
 
 
 def _schema_default(key: str) -> Any:

@@ -206,14 +206,17 @@ def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
         raise UserError(rule, where=file, key=KEY, fix=f"write {_ARCH} in the YAML")
     used: dict[str, Entry] = {}
     values = {"use_sliding_window": FAMILIES[family].defaults.get("use_sliding_window"), **values}
+    not_windowed = values["use_sliding_window"] is False
     unread: list[str] = []
     problems = []
     for key, entry in entries.items():
         action = classify_key(key, values[key], family, named)
+        # Qwen's files describe a sliding window that is off, too.
+        is_inactive = key in ("sliding_window", "max_window_layers", "layer_types") and not_windowed
         if action == "read":
             unsupported = _unsupported(key, entry, FAMILIES[family])
             problems += unsupported
-            if not unsupported and not _is_inactive_window(key, values):
+            if not unsupported and not is_inactive:
                 used[key] = entry
         elif action == "unread":
             unread.append(key)
@@ -283,11 +286,6 @@ def _quantization(value: Any) -> Any:
     if isinstance(value, dict):
         return value.get("quant_method")
     return None
-
-
-def _is_inactive_window(key: str, values: Mapping[str, Any]) -> bool:
-    """Returns whether a key is about a sliding window that is off; Qwen's files describe it nevertheless."""
-    return key in ("sliding_window", "max_window_layers", "layer_types") and values["use_sliding_window"] is False
 
 
 def _unsupported(key: str, entry: Entry, family: Family) -> list[ConfigError]:
@@ -360,15 +358,11 @@ def _add(resolved: Resolved, more: Resolved) -> None:
                     add(target[name], value, f"{key}.")
             elif target.get(name) is None and value is not None:
                 target[name] = value
-                resolved.positions.update(_below(more.positions, key))
+                below = {path: place for path, place in more.positions.items() if f"{path}.".startswith(f"{key}.")}
+                resolved.positions.update(below)
 
     add(resolved.data, more.data, "")
     resolved.positions |= {key: place for key, place in more.positions.items() if key not in resolved.positions}
-
-
-def _below(table: Mapping[str, SourceLocation], key: str) -> dict[str, SourceLocation]:
-    """Returns the items of a dotted key and of the keys below it."""
-    return {name: value for name, value in table.items() if f"{name}.".startswith(f"{key}.")}
 
 
 def _report_contradictions(resolved: Resolved, facts: Resolved) -> None:

@@ -411,11 +411,6 @@ class ModelConfig(Section):
         return self.rope_scaling.original_max_position_embeddings or self.max_positions
 
     @property
-    def has_long_positions(self) -> bool:
-        """Returns whether sequences exceed the trained length: LongRoPE then takes its long factors."""
-        return self.seq_length > self.trained_length
-
-    @property
     def has_window_rotary(self) -> bool:
         """Returns whether layers with a sliding window have other rotary frequencies than the others."""
         if self.window_rope_theta is None or not self.window_layers:

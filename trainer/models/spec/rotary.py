@@ -69,7 +69,7 @@ def _scale(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling)
 def _longrope(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
     """Divides each frequency by its short factor, or where sequences exceed the trained length by its long factor."""
     divisors = scaling.short_factor
-    if settings.has_long_positions:
+    if settings.seq_length > settings.trained_length:
         divisors = scaling.long_factor
     factor = scaling.attention_factor
     if factor is None:
