@@ -33,7 +33,7 @@ from trainer.checkpoint.store import BEST, ENDING, REPLACED, STATE, UNFINISHED, 
 from trainer.errors import RunError
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, full_shard_spec
-from trainer.storage.checksums import checksum_of_bytes, checksum_of_file
+from trainer.storage.checksums import checksum_of_bytes, checksum_of_file, flush_to_disk
 from trainer.storage.marker import MARKER, marker_content
 from trainer.storage.tensor_file import (
     CODES,
@@ -208,7 +208,7 @@ def checkpoint_stages(
         """Moves the folder in place, marks it complete and removes older checkpoints (rank 0)."""
         if not is_first_rank:
             return
-        _flush_to_disk(unfinished)
+        flush_to_disk(unfinished)
         _move_in_place(unfinished, path, step, written, stage)
         # Before older checkpoints are removed: whatever happens, it points to one that is there.
         _point_to_best(folder, step_folder_name(best_steps[0]) if best_steps else "", stage)
@@ -328,7 +328,7 @@ def _write_files(
         if part in shared:
             write_shards(path, entries, pieces)
             stage(f"wrote pieces of {part}")
-            _flush_to_disk(path)
+            flush_to_disk(path)
         else:
             checksums[path.name] = write_tensors(path, entries, order_shards(entries, pieces))
             stage(f"wrote {part}")
@@ -338,7 +338,7 @@ def _write_files(
     stage("wrote state")
     written = {}
     for name in sorted(checksums):
-        _flush_to_disk(unfinished / name)
+        flush_to_disk(unfinished / name)
         written[name] = _Written((unfinished / name).stat().st_size, checksums[name])
         stage(f"flushed {name}")
     return written
@@ -362,7 +362,7 @@ def _move_in_place(
         path.rename(path.with_name(path.name + REPLACED))
         stage("moved older save away")
     unfinished.rename(path)
-    _flush_to_disk(folder)
+    flush_to_disk(folder)
     stage("renamed")
     marker = {
         "step": step,
@@ -373,9 +373,9 @@ def _move_in_place(
     unmarked = path / f"{UNFINISHED}{MARKER}"
     unmarked.write_bytes(marker_content(marker))
     stage("wrote marker's content")
-    _flush_to_disk(unmarked)
+    flush_to_disk(unmarked)
     unmarked.rename(path / MARKER)
-    _flush_to_disk(path)
+    flush_to_disk(path)
 
 
 def _point_to_best(folder: Path, name: str, stage: OnStage) -> None:
@@ -394,15 +394,7 @@ def _point_to_best(folder: Path, name: str, stage: OnStage) -> None:
         new.write_text(f"{name}\n", encoding="utf-8")
     stage("made best")
     new.replace(best)
-    _flush_to_disk(folder)
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_to_disk(folder)
 
 
 def _clear_leftovers(folder: Path) -> None:

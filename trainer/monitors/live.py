@@ -9,7 +9,7 @@ import contextlib
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from trainer.monitors import formatting
@@ -282,12 +282,8 @@ class NotebookLine:
 
     def _content(self) -> dict[str, str]:
         self._drawn_at = time.monotonic()
-        return {"text/plain": plain_line(self._state.fit_fields(NOTEBOOK_COLUMNS))}
-
-
-def plain_line(fields: Sequence[StatusField]) -> str:
-    """Returns the line as text, without its bar."""
-    return (" " * _GAP).join(field.text for field in fields if field.priority != _BAR)
+        fields = self._state.fit_fields(NOTEBOOK_COLUMNS)
+        return {"text/plain": (" " * _GAP).join(field.text for field in fields if field.priority != _BAR)}
 
 
 def in_notebook() -> bool:

@@ -154,7 +154,8 @@ def plan_file(
 
     collect(lambda: backend.check_device(planned_device(config)))
     errors = [each for each in problems if each not in not_implemented and each not in missing_paths]
-    sections = _sections_read(config)
+    reads = {TRAIN: config.trains, EVAL: config.run_mode == "eval" or (config.trains and config.do_eval)}
+    sections = [name for name in reads if reads[name] and getattr(config, name) is not None]
     missing: dict[str, str] = {}
     if elsewhere:
         missing = missing_data(config, sections)
@@ -254,12 +255,6 @@ def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
         if loader.type != "SyntheticDataset" and not any(_dataset_exists(path) for path in paths if path):
             missing[name] = next(filter(None, paths), "")
     return missing
-
-
-def _sections_read(config: Config) -> list[str]:
-    trains = config.trains
-    sections = {TRAIN: trains, EVAL: config.run_mode == "eval" or (trains and config.do_eval)}
-    return [name for name, reads in sections.items() if reads and getattr(config, name) is not None]
 
 
 def _paths(value: Any) -> list[str]:

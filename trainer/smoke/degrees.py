@@ -99,9 +99,3 @@ def refusals(config: Config, ranks: int, device: str) -> Iterator[str]:
         select_execution_mode(config, world).check_device(device)
     except UserError as error:
         yield f"{error.key}: {error.rule}"
-
-
-def refusal_text(kind: str, refused: Collection[str]) -> str:
-    """Returns why a kind of parallelism was left out: the refusals that name it, or else all of them."""
-    matches = [rule for rule in refused if kind in rule]
-    return f"refused: {'; '.join(matches or refused)}"

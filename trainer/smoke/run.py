@@ -20,7 +20,7 @@ from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
-from trainer.smoke.degrees import parallelism_kinds, possible_layouts, refusal_text, refusals
+from trainer.smoke.degrees import parallelism_kinds, possible_layouts, refusals
 from trainer.smoke.execute import CONFIG, LOG, results, train_small_copy
 from trainer.smoke.model import NO_SIZES, model_changes
 from trainer.smoke.needs import full_run_requirements
@@ -136,7 +136,8 @@ def smoke_changes(config: Config, setup: Setup) -> list[Change]:
         if setup.ranks > 1:
             for kind in (kind for kind in kinds if kind not in layout.kinds()):
                 if kind in choices[0].kinds():
-                    left_out[kind] = refusal_text(kind, first_refusals)
+                    of_kind = [rule for rule in first_refusals if kind in rule]
+                    left_out[kind] = f"refused: {'; '.join(of_kind or first_refusals)}"
                 else:
                     left_out[kind] = f"--ranks {setup.ranks}: too few for it"
         changes = _changes(config, setup._replace(layout=layout, left_out=left_out))

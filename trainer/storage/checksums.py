@@ -1,4 +1,4 @@
-"""Checksums of files: XXH3 with 128 bits, the hash of xxHash, which is faster than any disk.
+"""Checksums of files (XXH3 with 128 bits, the hash of xxHash, which is faster than any disk), and files on the disk.
 
 `xxhsum -H2` prints the same checksums. They find every error of a disk or a copy. They do not protect against a person
 who can also write the checksum.
@@ -6,6 +6,7 @@ who can also write the checksum.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,15 @@ import xxhash
 DIGEST_BYTES = 16
 DIGEST_PATTERN = r"^[0-9a-f]{32}$"
 _BLOCK_BYTES = 1 << 20
+
+
+def flush_to_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def checksum_of_bytes(content: bytes) -> str:

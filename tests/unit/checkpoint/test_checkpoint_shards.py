@@ -200,10 +200,10 @@ FAILURES = [
     ("create_tensor_file", "model.safetensors", 0),
     ("write_shards", "model.safetensors", 0),
     ("write_shards", "optimizer.safetensors", 1),
-    ("_flush_to_disk", "optimizer.safetensors", 2),
+    ("flush_to_disk", "optimizer.safetensors", 2),
     ("_read_back", "optimizer.safetensors", 1),
-    ("_flush_to_disk", ".tmp-step-00000002-", 0),
-    ("_flush_to_disk", ".tmp-COMPLETE", 0),
+    ("flush_to_disk", ".tmp-step-00000002-", 0),
+    ("flush_to_disk", ".tmp-COMPLETE", 0),
 ]
 
 

@@ -274,19 +274,18 @@ def _weighted_swiglu_gradient(
         grad_rF: Gradient of `inner_rF`; overwritten.
     """
     run = operators()
+    work_rF = tile.take(gate_rF.shape[1])
     if clamp is not None:
         clamped_swiglu(gate_rF, up_rF, inner_rF, *clamp)
-        grad_weight_r = np.einsum("rf,rf->r", inner_rF, grad_rF)
-        inner_rF *= weight_r[:, None]
-        grad_rF *= weight_r[:, None]
-        clamped_swiglu_gradient(gate_rF, up_rF, grad_rF, *clamp)
-        return grad_weight_r
-    work_rF = tile.take(gate_rF.shape[1])
-    run.silu(gate_rF, work_rF)
-    np.multiply(work_rF, up_rF, out=inner_rF)  # without the factor
+    else:
+        run.silu(gate_rF, work_rF)
+        np.multiply(work_rF, up_rF, out=inner_rF)  # without the factor
     grad_weight_r = np.einsum("rf,rf->r", inner_rF, grad_rF)
     inner_rF *= weight_r[:, None]
     grad_rF *= weight_r[:, None]
+    if clamp is not None:
+        clamped_swiglu_gradient(gate_rF, up_rF, grad_rF, *clamp)
+        return grad_weight_r
     up_rF *= grad_rF
     run.silu_gradient(gate_rF, up_rF, gate_rF)
     np.multiply(grad_rF, work_rF, out=up_rF)

@@ -124,12 +124,6 @@ def _dropping(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         yield problem(config, f"{_KEY}.moe_token_drop_policy", rule, fix)
 
 
-def _has_sequence_on_rank(config: Config) -> bool:
-    """Returns whether the tokens of a micro-batch on one rank are those of one sequence."""
-    degrees = config.parallel_config
-    return config.runner_config.batch_size == degrees.model_parallel == degrees.context_parallel == 1
-
-
 def _unsupported_balance(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     """Yields errors about balance losses and shared experts that would change the results and are not supported."""
     factor = config.decoder.balance_factor
@@ -145,12 +139,14 @@ def _unsupported_balance(config: Config, moe: MoEConfig) -> Iterator[ConfigError
         rule = f"not yet supported: the only auxiliary loss is that of experts, times aux_loss_factor ({factor:g})"
         fix = f"write aux_loss_factor: {expert_factor}, and leave both lists out"
         yield problem(config, f"{_KEY}.{name}", rule, fix)
+    degrees = config.parallel_config
+    has_sequence = config.runner_config.batch_size == degrees.model_parallel == degrees.context_parallel == 1
     balancing = moe.moe_router_load_balancing_type
     key = f"{_KEY}.moe_router_load_balancing_type"
     if balancing == "sinkhorn":
         fix = "use seq_aux_loss, the auxiliary loss of each sequence, which gives other results"
         yield problem(config, key, "not yet supported", fix)
-    elif balancing == "sub_seq_aux_loss" and factor and not _has_sequence_on_rank(config):
+    elif balancing == "sub_seq_aux_loss" and factor and not has_sequence:
         rule = (
             "not yet supported: it is the loss of a rank's tokens of a micro-batch, which is that of each sequence only"
             " with batch_size, model_parallel and context_parallel 1"

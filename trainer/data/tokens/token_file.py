@@ -43,6 +43,7 @@ from trainer.storage.checksums import (
     PageChecks,
     checksum_of_bytes,
     checksum_of_file,
+    flush_to_disk,
     page_digests,
 )
 from trainer.storage.json_files import Count, JsonError, StrictModel, parse_json
@@ -390,7 +391,7 @@ class _Writer:
             stream.write(meta.model_dump_json(indent=1))
             stream.flush()
             os.fsync(stream.fileno())
-        _sync_folder(self._folder)
+        flush_to_disk(self._folder)
 
 
 def _valid_text(text: str) -> str:
@@ -410,7 +411,7 @@ def _publish(temporary: Path, path: Path) -> None:
                 return
             _discard(path)
             continue
-        _sync_folder(path.parent)
+        flush_to_disk(path.parent)
         return
 
 
@@ -449,14 +450,6 @@ def _discard(path: Path) -> None:
 
 def _temporary_name(folder: Path) -> Path:
     return folder / f"{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_abandoned(cache: Path) -> None:
