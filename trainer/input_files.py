@@ -70,6 +70,11 @@ def path_error(path: str) -> str:
     return ""
 
 
+def replace_surrogates(text: str) -> str:
+    """Replaces lone surrogates, which stand for bytes of a name that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def user_path(path: str | Path, where: str, key: str = "") -> Path:
     """Converts an argument of the command line to a path, and expands its ``~``.
 

@@ -92,7 +92,6 @@ class LatentAttentionLayer(nn.Cell):
         self.heads = heads
         self.latent = latent.key_value_rank
         self.plain = latent.nope_size
-        self.rotated = latent.rope_size
         self.value = spec.value_size
         self.cut_query = kernels.split_heads(heads, self.plain)
         self.cut_down = kernels.split_heads(1, self.latent)

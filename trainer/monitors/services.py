@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.read.dump import flatten, plain_values
 from trainer.monitors.files import write_text
@@ -34,6 +34,7 @@ class _Service:
     """The base of the three trackers."""
 
     name = ""
+    run: Any  # as the service's package has it
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -55,7 +56,7 @@ class _Service:
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Sends the numbers of a step."""
-        raise NotImplementedError
+        self.run.log(dict(numbers), step=step)
 
     def save_id(self, run_id: str) -> None:
         """Saves the id of the run, for a run that resumes this one."""
@@ -103,10 +104,6 @@ class Wandb(_Service):
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
         self.save_id(run_id)
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Sends the numbers of a step."""
-        self.run.log(dict(numbers), step=step)
 
     def close(self, outcome: str) -> None:
         """Ends the run of the service."""
@@ -176,10 +173,6 @@ class SwanLab(_Service):
             settings=swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")),
         )  # fmt: skip
         self.save_id(str(self.run.id))
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Sends the numbers of a step."""
-        self.run.log(dict(numbers), step=step)
 
     def close(self, outcome: str) -> None:
         """Ends the run of the service."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer import __version__
+from trainer.input_files import replace_surrogates
 from trainer.monitors.files import write_text
 from trainer.report.compare import Comparison, comparison_tables
-from trainer.report.page import MAX_POINTS, assemble_page, replace_surrogates, round_digits
+from trainer.report.page import MAX_POINTS, assemble_page, round_digits
 from trainer.report.picture import panel_grid, picture_text, style_panels
 
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#65a30d", "#78716c")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import __version__
+from trainer.input_files import replace_surrogates
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves, Pause
 from trainer.report.record import RunData, clip_norm
@@ -97,11 +98,6 @@ def _asset(name: str) -> str:
 def _digest(text: str) -> str:
     """Returns the digest by which a page's security policy allows a script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def replace_surrogates(text: str) -> str:
-    """Replaces lone surrogates, which the name of a folder may have."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:

@@ -211,7 +211,6 @@ class MegatronDataset:
         self.seq_length = parts[0].seq_length
         self.num_tokens = num_sequences * self.seq_length
         self.num_documents = sum(len(part.lengths) for part in parts)
-        self.has_boundaries = masking.separate_documents
         token_ranges = [part.indexed.token_range() for part in parts]
         self.min_token_id = min(smallest for smallest, _ in token_ranges)
         self.max_token_id = max(largest for _, largest in token_ranges)

@@ -65,7 +65,6 @@ class MindRecordDataset:
         self.num_sequences = self.num_documents = len(rows)
         self.seq_length = reading.seq_length
         self.num_tokens = self.num_sequences * self.seq_length
-        self.has_boundaries = reading.eod is not None or bool({_MASK, _POSITIONS} & reading.columns.keys())
         self.max_token_id = reading.vocab_size - 1  # `batch` checks it
         # The name that the class had when the first data sets were hashed.
         described = repr(reading).replace("RowFormat", "Reading", 1)

@@ -36,7 +36,7 @@ from trainer.data.source.samples import SkippedRecords
 from trainer.data.tokens.encode import Encoded
 from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.errors import RunError, UserError
-from trainer.input_files import read_bytes
+from trainer.input_files import read_bytes, replace_surrogates
 from trainer.storage.checksums import (
     DIGEST_BYTES,
     DIGEST_PATTERN,
@@ -377,12 +377,12 @@ class _Writer:
             num_rendered=self._num_rendered,
             num_loss_tokens=self._num_loss_tokens,
             num_skipped=skipped.num_skipped,
-            first_skipped=_valid_text(str(skipped.first or "")),
+            first_skipped=replace_surrogates(str(skipped.first or "")),
             max_token_id=self._max_token_id,
             dtype=self._dtype,
             has_mask=self._has_mask,
             tokenizer=self._tokenizer.fingerprint,
-            source=_valid_text(source.name),
+            source=replace_surrogates(source.name),
             file_bytes=file_bytes,
         )
         checksums = {name: checksum_of_file(self._folder / name) for name in ("offsets.bin", _PAGES)}
@@ -392,11 +392,6 @@ class _Writer:
             stream.flush()
             os.fsync(stream.fileno())
         flush_to_disk(self._folder)
-
-
-def _valid_text(text: str) -> str:
-    """Replaces the surrogates that represent bytes of a path that are not UTF-8."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _publish(temporary: Path, path: Path) -> None:
