@@ -11,6 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 
+def standard_normal(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return random.standard_normal(shape).astype(np.float32)
+
+
 def linear(x_NI: np.ndarray, weight_OI: np.ndarray, bias_O: np.ndarray | float = 0.0) -> np.ndarray:
     return np.einsum("ni,oi->no", x_NI, weight_OI) + bias_O
 

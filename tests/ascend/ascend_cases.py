@@ -25,6 +25,10 @@ _SIZES = {
     "num_layers": 2, "hidden_size": 128, "num_heads": 4, "n_kv_heads": 2, "head_dim": 32, "intermediate_size": 256,
     "vocab_size": 512, "seq_length": 64,
 }  # fmt: skip
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
 DENSE: dict[str, Any] = {
     "context": {"device_target": "Ascend"},
     "runner_config": {"batch_size": 1, "gradient_accumulation_steps": 2},

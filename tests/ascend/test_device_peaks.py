@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import DENSE, EXPERTS, on_ascend
+from ascend_cases import DENSE, EXPERTS, LATENT, on_ascend
 from tolerances import ATTENTION_MEMORY
 
 from trainer.config import parse_config
@@ -20,10 +20,6 @@ EAGER = {"context": {"mode": 1}, "runner_config": {"gradient_accumulation_steps"
 LONG = {"seq_length": TOKENS, "vocab_size": VOCABULARY, "num_layers": 1}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-LATENT = {
-    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16, "v_head_dim": 32,
-}  # fmt: skip
 PLAIN = {"float32": {"compute_dtype": "float32"}, "heads of 24": {"head_dim": 24}}
 CASES = {
     "32k tokens": on_ascend(DENSE, EAGER, model=LONG),

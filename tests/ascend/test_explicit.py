@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import CLASSIFIER, DENSE, EXPERTS, LEGACY, SEMI, on_ascend
+from ascend_cases import CLASSIFIER, DENSE, EXPERTS, LATENT, LEGACY, SEMI, on_ascend
 from tolerances import SUMS_BYTES
 
 from trainer.dryrun.process import Measurement
 
 Bench = Callable[[str], Measurement]
 
-LATENT = {
-    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16, "v_head_dim": 32,
-}  # fmt: skip
 LORA = {"pet_config": {"pet_type": "lora", "lora_rank": 4, "target_modules": ".*wq|.*w2"}}
 SHIPPED_LORA = {
     "num_layers": 1, "tie_word_embeddings": True, "hidden_size": 144, "head_dim": 36, "attention_dropout": 0.05,

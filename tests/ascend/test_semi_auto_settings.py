@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import SEMI, on_ascend
+from ascend_cases import LATENT, SEMI, on_ascend
 
 from trainer.config import parse_config
 from trainer.dryrun.process import Measurement
@@ -53,10 +53,6 @@ EXPERT_STAGES = {
     "parallel_config": {
         "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "expert_parallel": 4,
     },
-}  # fmt: skip
-LATENT = {
-    "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16, "v_head_dim": 32,
 }  # fmt: skip
 STAGED = {"moe_config": MOE | BALANCED, "hidden_dropout": 0.1, "attention_dropout": 0.1, **LATENT}
 CASES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_helpers import write_corpus
+from run_helpers import train, write_config, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -14,3 +14,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     write_corpus(folder / "data")
     return folder
+
+
+@pytest.fixture(scope="module")
+def path(home: Path, request: pytest.FixtureRequest) -> Path:
+    """Returns the configuration of a file of tests, with its `CHANGES`."""
+    return write_config(home / "config", home / "data", request.module.CHANGES)
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path, path: Path) -> Path:
+    """Trains without interruption."""
+    return train(path, output_dir=home / "whole")

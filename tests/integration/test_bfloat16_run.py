@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_helpers import arrays_of, assert_same_bits, column, figures, step_records, train, train_and_read, write_config
+from run_helpers import arrays_of, assert_same_bits, column, figures, step_records, train, train_and_read
 from tolerances import U_BFLOAT16
 
 pytestmark = pytest.mark.slow
@@ -20,16 +20,6 @@ CHANGES = {
     "eval_step_interval": HALF,
     "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": HALF}],
 }
-
-
-@pytest.fixture(scope="module")
-def path(home: Path) -> Path:
-    return write_config(home / "config", home / "data", CHANGES)
-
-
-@pytest.fixture(scope="module")
-def whole(home: Path, path: Path) -> Path:
-    return train(path, output_dir=home / "whole")
 
 
 def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole: Path) -> None:

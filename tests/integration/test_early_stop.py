@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_helpers import arrays_of, assert_same_bits, column, eval_records, figures, train, train_and_read, write_config
+from run_helpers import arrays_of, assert_same_bits, column, eval_records, figures, train, train_and_read
 
 from trainer.checkpoint.store import complete_checkpoints, find_checkpoint
 
@@ -22,11 +22,6 @@ CHANGES = {
         {"type": "EarlyStop", "patience": 2, "min_delta": 0.01},
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def path(home: Path) -> Path:
-    return write_config(home / "config", home / "data", CHANGES)
 
 
 @pytest.fixture(scope="module")

@@ -78,11 +78,6 @@ def path(home: Path, base: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(home: Path, path: Path) -> Path:
-    return train(path, output_dir=home / "whole")
-
-
-@pytest.fixture(scope="module")
 def merged(home: Path, path: Path, whole: Path) -> Path:
     """Returns the model with the adapters folded in."""
     file = home / "merged" / "model.safetensors"

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from run_helpers import arrays_of, assert_same_bits, config_of, figures, step_records, train, write_config
+from run_helpers import arrays_of, assert_same_bits, config_of, figures, step_records, train
 
 from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.store import newest_complete
@@ -38,16 +38,6 @@ CHANGES = {
     "runner_config": {"batch_size": 4, "gradient_accumulation_steps": 2, "stop_step": 2 * HALF},
     "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": HALF, "keep_checkpoint_max": 3}],
 }
-
-
-@pytest.fixture(scope="module")
-def path(home: Path) -> Path:
-    return write_config(home / "experts", home / "data", CHANGES)
-
-
-@pytest.fixture(scope="module")
-def whole(home: Path, path: Path) -> Path:
-    return train(path, output_dir=home / "experts_whole")
 
 
 def test_stopped_and_resumed_equals_never_stopped(path: Path, whole: Path, home: Path) -> None:

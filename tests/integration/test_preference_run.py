@@ -53,11 +53,6 @@ def path(home: Path) -> Path:
     return write_config(home / "config", home / "pairs.jsonl", CHANGES)
 
 
-@pytest.fixture(scope="module")
-def whole(path: Path, home: Path) -> Path:
-    return train(path, output_dir=home / "whole")
-
-
 def references(home: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (home / "config" / "cache").glob("reference-*.bin")}
 

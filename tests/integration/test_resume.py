@@ -53,17 +53,6 @@ CHANGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(home: Path) -> Path:
-    return write_config(home / "config", home / "data", CHANGES)
-
-
-@pytest.fixture(scope="module")
-def whole(home: Path, path: Path) -> Path:
-    """Trains 2N steps without interruption."""
-    return train(path, output_dir=home / "whole")
-
-
 BESIDE = {"callbacks__0__async_save": True, "callbacks__0__save_checkpoint_steps": 3}
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -21,13 +22,10 @@ ROWS, TOKENS, HEADS, SIZE = 2, 6, 4, 4
 N, HIDDEN, WIDTH, VOCABULARY, EPS = ROWS * TOKENS, 6, 9, 11, 1e-5
 
 RANDOM = np.random.default_rng(20)
+normal = partial(numpy_kernels.standard_normal, RANDOM)
 CAUSAL = np.broadcast_to(np.tri(TOKENS, dtype=bool), (ROWS, TOKENS, TOKENS))
 SEGMENTS = np.array([[0, 0, 1, 1, 1, 1], [0, 1, 2, 2, 3, 3]])
 PACKED = CAUSAL & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
-
-
-def normal(*shape: int) -> np.ndarray:
-    return RANDOM.standard_normal(shape).astype(np.float32)
 
 
 class Case(NamedTuple):

@@ -7,12 +7,13 @@ Which graphs MindSpore's Ascend backend makes of them is seen in its dry-run (te
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import mindspore
 import numpy as np
 import pytest
 from mindspore import Tensor
-from numpy_kernels import distance
+from numpy_kernels import distance, standard_normal
 from tolerances import ATTENTION_BFLOAT16, FLOAT16_SUMS, OPERATOR, SEVERAL_OPERATORS
 
 from trainer.config import parse_config
@@ -26,14 +27,11 @@ from trainer.ops.vocabulary import CrossEntropy, VocabShard
 ROWS, TOKENS, HEADS, SIZE = 2, 16, 4, 16
 N = ROWS * TOKENS
 RANDOM = np.random.default_rng(7)
+normal = partial(standard_normal, RANDOM)
 ONE = np.zeros((ROWS, TOKENS), np.int32)
 PACKED = np.array([[0] * 5 + [1] * 7 + [2] * 4, [4] * 16], np.int32)
 APART = np.array([[0] * 5 + [1] * 7 + [0] * 4, [4] * 16], np.int32)
 CAUSAL, CAUSAL_OF_DOCUMENTS, BAND = 2, 3, 4
-
-
-def normal(*shape: int) -> np.ndarray:
-    return RANDOM.standard_normal(shape).astype(np.float32)
 
 
 def settings_of(**changes) -> ModelConfig:

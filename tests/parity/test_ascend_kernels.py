@@ -8,6 +8,7 @@ documentation, written down here in numpy, and compared with the reference kerne
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from exported_graphs import FLOAT, export
 from mindspore import Tensor, nn, ops
-from numpy_kernels import distance
+from numpy_kernels import distance, standard_normal
 from tolerances import OPERATOR
 
 from trainer.config import parse_config
@@ -34,13 +35,10 @@ from trainer.ops.select import select_kernels
 ROWS, TOKENS, HEADS, SIZE, WIDTH, EPS = 2, 6, 4, 16, 10, 1e-5
 N = ROWS * TOKENS
 RANDOM = np.random.default_rng(7)
+normal = partial(standard_normal, RANDOM)
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]])
 HALF_ANGLES = RANDOM.uniform(0, 7, (N, SIZE // 2))
 COS, SIN = (np.tile(table(HALF_ANGLES), 2).astype(np.float32) for table in (np.cos, np.sin))
-
-
-def normal(*shape: int) -> np.ndarray:
-    return RANDOM.standard_normal(shape).astype(np.float32)
 
 
 class Case(NamedTuple):

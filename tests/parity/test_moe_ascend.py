@@ -3,6 +3,7 @@ operators and their gradients, and with these operators as documented the kernel
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import mindspore
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from exported_graphs import FLOAT, Graph, export
 from mindspore import Tensor, mint, nn, ops
-from numpy_kernels import distance
+from numpy_kernels import distance, standard_normal
 from tolerances import OPERATOR
 
 from trainer.ops import plain_moe as moe_reference
@@ -22,10 +23,7 @@ from trainer.ops.select import KernelChoice
 TOKENS, EXPERTS, CHOSEN, HIDDEN, WIDTH = 12, 8, 2, 6, 5
 ROWS = TOKENS * CHOSEN
 RANDOM = np.random.default_rng(3)
-
-
-def normal(*shape: int) -> np.ndarray:
-    return RANDOM.standard_normal(shape).astype(np.float32)
+normal = partial(standard_normal, RANDOM)
 
 
 class Backward(nn.Cell):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import mindspore
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
-from numpy_kernels import central_differences, distance, swiglu
+from numpy_kernels import central_differences, distance, standard_normal, swiglu
 from tolerances import FLOAT16_TWICE, rounding_limit
 
 from trainer.arrays import memory
@@ -36,10 +37,7 @@ TOKENS, EXPERTS, CHOSEN, HIDDEN, WIDTH = 6, 4, 2, 5, 3
 LIMIT = rounding_limit(2 * (HIDDEN + WIDTH + EXPERTS + CHOSEN + 6), TOKENS, scale=3)
 DROPLESS = (None, None, "position")  # no bias, no capacity
 RANDOM = np.random.default_rng(5)
-
-
-def normal(*shape: int) -> np.ndarray:
-    return RANDOM.standard_normal(shape).astype(np.float32)
+normal = partial(standard_normal, RANDOM)
 
 
 def gradients(function: Callable[..., Tensor], arrays: list[np.ndarray], upstream: np.ndarray) -> list[np.ndarray]:

@@ -15,25 +15,23 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 
 import mindspore
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import gen_ops_def
-from numpy_kernels import central_differences, distance
+from numpy_kernels import central_differences, distance, standard_normal
 from tolerances import FEW_OPERATIONS, OPERATOR
 
 from trainer.ops import plain as plain_kernels
 from trainer.ops import plain_moe as moe_reference
 
 RANDOM = np.random.default_rng(11)
+normal = partial(standard_normal, RANDOM)
 B, T, H, K, SIZE, EPS = 2, 4, 4, 2, 16, 1e-5
 N = B * T
-
-
-def normal(*shape: int) -> np.ndarray:
-    return RANDOM.standard_normal(shape).astype(np.float32)
 
 
 def documentation(name: str) -> str:

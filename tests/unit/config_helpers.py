@@ -27,6 +27,11 @@ callbacks:
   - type: CheckpointMonitor
     save_checkpoint_steps: 100
 """
+NEWER_DATA = """\
+training: {steps: 2}
+lr_scheduler: {type: ConstantWarmUpLR}
+train_dataset: {dataloader: {type: SyntheticDataset, num_samples: 8}}
+"""
 CLASSIFIER = f"model: {{arch: {{type: MlpClassifier}}}}\ntrain_dataset: {{data_loader: {{type: {IMAGES}}}}}\n"
 
 

@@ -9,7 +9,7 @@ from ast import literal_eval
 from typing import Any, NamedTuple
 
 import pytest
-from config_helpers import error_of, load, notes
+from config_helpers import NEWER_DATA, error_of, load, notes
 from tolerances import SCHEDULE
 
 from trainer.config import dump_config, parse_config
@@ -136,11 +136,6 @@ FACTS = {
     """,
 }
 """Files of `SOURCE`, and the line, key and value of each default, by ``model_type`` or, of an older class, ``type``."""
-DATA = """\
-training: {steps: 2}
-lr_scheduler: {type: ConstantWarmUpLR}
-train_dataset: {dataloader: {type: SyntheticDataset, num_samples: 8}}
-"""
 SMALL = "hidden_size: 64, num_attention_heads: 4, num_hidden_layers: 4, vocab_size: 300"
 
 
@@ -180,7 +175,7 @@ def setting(config: Config, key: str) -> Any:
 
 def newer(keys: str) -> str:
     """Returns a file of the newer schema with a model."""
-    return f"{DATA}model: {{{keys}}}\n"
+    return f"{NEWER_DATA}model: {{{keys}}}\n"
 
 
 def class_names() -> set[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from config_helpers import error_of, load, notes
+from config_helpers import NEWER_DATA, error_of, load, notes
 
 from trainer.checkpoint.state import settings_record
 from trainer.config import dump_config, parse_config
@@ -14,11 +14,6 @@ from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.sublayers import attention_spec
 
 SIZES = "num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_length: 32"
-DATA = """\
-training: {steps: 2}
-lr_scheduler: {type: ConstantWarmUpLR}
-train_dataset: {dataloader: {type: SyntheticDataset, num_samples: 8}}
-"""
 
 
 def older(keys: str) -> str:
@@ -28,7 +23,7 @@ def older(keys: str) -> str:
 
 def newer(keys: str) -> str:
     """Returns a file of the newer schema with further keys of the model."""
-    return f"{DATA}model: {{{SIZES}, {keys}}}\n"
+    return f"{NEWER_DATA}model: {{{SIZES}, {keys}}}\n"
 
 
 @pytest.mark.parametrize("schema", [older, newer])
