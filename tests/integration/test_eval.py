@@ -10,7 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_helpers import config_of, eval_records, figures, train, write_config, write_corpus, write_instructions
+from run_helpers import (
+    arrays_of,
+    assert_same_bits,
+    config_of,
+    eval_records,
+    figures,
+    train,
+    write_config,
+    write_corpus,
+    write_instructions,
+)
 from tolerances import decoder_limits
 
 from trainer.checkpoint.adapters import load_initial_weights
@@ -19,6 +29,7 @@ from trainer.data import IGNORE_INDEX, build_eval_dataset
 from trainer.errors import EXIT_SIGTERM, RunError, UserError
 from trainer.monitors.metrics import Monitor
 from trainer.report.curves import MetricsReader
+from trainer.run.export import export
 from trainer.run.loop import run
 
 pytestmark = pytest.mark.slow
@@ -180,3 +191,30 @@ def test_data_without_a_label_cannot_be_evaluated(home: Path, trained: Path) -> 
     with pytest.raises(RunError, match="every label is masked") as caught:
         evaluate(path, trained)
     assert caught.value.exit_code == 1 and "Fix: add data" in str(caught.value)
+
+
+def test_averages_are_evaluated_exported_and_resumed_and_change_no_number(home: Path, trained: Path) -> None:
+    changes = {"do_eval": True, "eval_step_interval": 5, "model.model_config.hidden_dropout": 0.3,
+               "optimizer.ema_decay": 0.5, "use_ema": True}  # fmt: skip
+    path = write_config(home / "averaged", home / "data", changes)
+    whole = train(path, runner_config__stop_step=12, output_dir=home / "averaged" / "whole")
+    output = train(path, runner_config__stop_step=5)
+    train(path, runner_config__stop_step=12, resume_training=True)
+    assert figures(output) == figures(whole) == figures(trained)
+    arrays = arrays_of(output)
+    assert_same_bits(arrays, arrays_of(whole))
+    recorded = [record["eval_loss"] for record in eval_records(output)]
+    assert recorded == [record["eval_loss"] for record in eval_records(whole)]
+    assert recorded[-1] != eval_records(trained)[-1]["eval_loss"]
+    assert evaluate(path, output)["loss"] == recorded[-1]
+    config = config_of(path, load_checkpoint=output)
+    exported = export(config, home / "averaged" / "model", merge=False)
+    assert "moving averages" in str(exported)
+    folder = config_of(path, load_checkpoint=exported.path.parent, use_ema=False)
+    loaded = load_initial_weights(folder)
+    averages = {name.removeprefix("optimizer/ema."): array for name, array in arrays.items() if "/ema." in name}
+    assert_same_bits(loaded, averages)
+    with pytest.raises(UserError, match="no moving averages of weights, which use_ema asks for"):
+        load_initial_weights(config_of(path, load_checkpoint=trained), averages=True)
+    with pytest.raises(UserError, match="the checkpoint has no moving averages, which optimizer.ema_decay asks for"):
+        train(path, output_dir=trained, resume_training=True)

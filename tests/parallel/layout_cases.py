@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 from collections.abc import Sequence
@@ -35,8 +36,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "MuonClip": {  # heads whose queries and keys are scaled down in each step
         "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10,
         "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "mtp_depth": 1},
+    "averages": {},  # the weights of its result are moving averages
 }  # fmt: skip
-OPTIMIZERS = {"MuonClip": {"type": "Muon", "ns_steps": 2, "qk_clip_threshold": 0.02}}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "MuonClip": {"type": "Muon", "ns_steps": 2, "qk_clip_threshold": 0.02},
+    "averages": {"type": "PmaAdamW", "fused_num": 2, "interleave_step": 2, "fused_algo": "sma", "ema_decay": 0.6},
+}
 CLIPPED = {"use_clip_grad": True, "max_grad_norm": 1.0}
 
 
@@ -90,6 +95,8 @@ class Trained(NamedTuple):
 
 def has_layout(model: str, layout: str) -> bool:
     """Returns whether a model can have a layout: only experts can be sharded over expert-parallel ranks."""
+    if model == "averages":
+        return layout in ("level 2", "level 3", "tensor with rows", "pipeline")
     return "expert_parallel" not in LAYOUTS[layout].degrees or "moe_config" in MODELS[model]
 
 
@@ -121,7 +128,12 @@ def trained(group: ProcessGroup | None, model: str, layout: Layout) -> Trained:
         rows = [make_batch(10 * number + row, TOKENS - 3 * row) for row in range(ROWS)]
         parts_of_step = [join(rows[place * size : (place + 1) * size], size) for place in range(ROWS // size)]
         results.append(step(parts_of_step[first : first + micro_batches]))
-    return Trained([one.loss for one in results], [one.global_norm for one in results], saved(step))
+    weights_used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if step.averages is not None:
+        weights_used = step.averages.in_use(step.model.compute_weights.refresh)
+    with weights_used:
+        weights = saved(step)
+    return Trained([one.loss for one in results], [one.global_norm for one in results], weights)
 
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from numpy_kernels import distance
 from tolerances import rounding_limit
 
 from trainer.config import parse_config
+from trainer.optim.averages import WeightAverages
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import AdamW, Optimizer, build_optimizer
 
@@ -191,3 +192,50 @@ def test_zero_gradients_stay_finite(name: str) -> None:
     for _ in range(3):
         optimizer.update([Tensor(np.zeros_like(case.initial[key])) for key in case.names], 0.1)
     assert_same_bits(weights_of(optimizer), case.initial)
+
+
+@pytest.mark.parametrize("algorithm", ["ema", "sma"])
+def test_averages_follow_their_formulas(algorithm: str) -> None:
+    """PmaAdamW as mindformers/core/optim/pma_adamw.py computes it, and the moving average of all its weights."""
+    case = load_optimizer_case("optimizer_adamw")
+    changes = {"type": "PmaAdamW", "fused_algo": algorithm, "fused_num": 3, "interleave_step": 2, "ema_decay": 0.9}
+    settings = settings_of(case, **changes)
+    optimizer = build(case, **changes)
+    averages = WeightAverages(optimizer, settings)
+    plain = build(case)
+    alpha = settings.ema_alpha
+    pma = {key: np.zeros(value.shape) for key, value in case.initial.items()}
+    ema = {key: value.astype(np.float64) for key, value in case.initial.items()}
+    for step in range(14):
+        run(optimizer, case, step, step + 1)
+        averages.update()
+        run(plain, case, step, step + 1)
+        for key, parameter in plain.parameters.items():
+            weight = parameter.asnumpy().astype(np.float64)
+            if (step + 1) % 2 == 0 and algorithm == "ema":
+                pma[key] = (1 - alpha) * pma[key] + alpha * weight
+            elif (step + 1) % 2 == 0:
+                pma[key] = pma[key] + weight
+            if (step + 1) % 6 == 0:
+                weight = pma[key] / (3 if algorithm == "sma" else 1)
+                parameter.set_data(Tensor(weight.astype(np.float32)))
+                pma[key] = np.zeros_like(weight)
+            ema[key] = 0.9 * ema[key] + 0.1 * weight
+            assert distance(optimizer.parameters[key].asnumpy(), weight) < LIMIT, (key, step)
+            assert distance(optimizer.state["ema"][key], ema[key]) < LIMIT, (key, step)
+    state, weights = optimizer.state_arrays(), weights_of(optimizer)
+    assert any(array.any() for name, array in state.items() if name.startswith("pma_weight"))
+    with averages.in_use(lambda: None):
+        for key, parameter in optimizer.parameters.items():
+            assert np.array_equal(parameter.asnumpy(), state[f"ema.{key}"])
+    assert_same_bits(weights_of(optimizer), weights)
+    assert_same_bits(optimizer.state_arrays(), state)
+    again = build(case, weights, **changes)
+    continued = WeightAverages(again, settings)
+    again.load_state(state, 14)
+    for one, of_one in ((optimizer, averages), (again, continued)):
+        for step in range(14, 19):
+            run(one, case, step, step + 1)
+            of_one.update()
+    assert_same_bits(again.state_arrays(), optimizer.state_arrays())
+    assert_same_bits(weights_of(again), weights_of(optimizer))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from trainer.checkpoint import adapter_values
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
-from trainer.checkpoint.store import as_weights_error, find_checkpoint, read_checkpoint, read_safetensors
+from trainer.checkpoint.store import OPTIMIZER, as_weights_error, find_checkpoint, read_checkpoint, read_safetensors
 from trainer.checkpoint.weights import (
     CheckedWeights,
     ShardSpecs,
@@ -44,7 +44,8 @@ from trainer.models.spec.adapters import (
     with_magnitudes,
 )
 from trainer.models.spec.names import layer_prefix, magnitude_name
-from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, parameter_specs
+from trainer.models.spec.shapes import adapter_shapes, all_shapes, parameter_shapes, parameter_specs
+from trainer.optim.groups import EMA
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, read_saved
@@ -79,12 +80,14 @@ def load_initial_weights(
     note: Callable[[str], None] | None = None,
     *,
     new_modules: bool = True,
+    averages: bool = False,
     parts: ShardSpecs | None = None,
     world: World = SINGLE_PROCESS,
 ) -> Weights | None:
     """Loads the initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
 
     Args:
+        averages: Load the moving averages of the trained weights instead of these.
         note: Called with a sentence about tensors that are not loaded, and about missing ones that start from the seed.
         new_modules: Initialise MTP modules that the file lacks from the seed; False: they are missing in the result.
         parts: Shards of the parameters to read; None: read all parameters unsharded.
@@ -96,6 +99,50 @@ def load_initial_weights(
     Raises:
         UserError: The files cannot be read, or belong to another model or base model.
     """
+    weights = _load_weights(config, note, new_modules, parts, world)
+    if averages and weights is not None:
+        weights |= _open_averages(config, weights if parts is None else parts, world).read(parts)
+    return weights
+
+
+def _open_averages(config: Config, names: Collection[str], world: World) -> CheckedWeights:
+    """Opens the moving averages of a checkpoint's trained weights.
+
+    Args:
+        names: The parameters that the run has.
+
+    Raises:
+        UserError: The checkpoint has none, or they do not fit the model.
+    """
+    key = "load_checkpoint"
+    if config.has_adapters:
+        key = "adapter_id"
+    path = Path(getattr(config, key) or "").expanduser()
+    where = config.source.where(key)
+    prefix = f"{EMA}."
+    stored: dict[str, ArrayOrLazyArray] = {}
+    checkpoint = path
+    if path.is_dir():
+        try:
+            checkpoint = find_checkpoint(path, key=key)
+            tensors = read_checkpoint(checkpoint, (OPTIMIZER,), world=world).tensors.get(OPTIMIZER)
+        except UserError as error:
+            raise as_weights_error(error, where, key) from error
+        if tensors is not None:
+            stored = {name[len(prefix) :]: array for name, array in tensors.arrays().items() if name.startswith(prefix)}
+    if not stored:
+        rule = "there are no moving averages of weights, which use_ema asks for"
+        fix = "name a checkpoint of a training with optimizer.ema_decay, or leave use_ema out"
+        raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
+    shapes = {name: shape for name, shape in all_shapes(config.network).items() if name in stored}
+    check_weights(stored, shapes, checkpoint, where, key=key)
+    arrays = {name: array for name, array in stored.items() if name in names}
+    return CheckedWeights(arrays, arrays, checkpoint, where, key)
+
+
+def _load_weights(
+    config: Config, note: Callable[[str], None] | None, new_modules: bool, parts: ShardSpecs | None, world: World
+) -> Weights | None:
     if not config.has_adapters:
         stored = open_initial_weights(config, note, new_modules=new_modules, world=world)
         if stored is None:

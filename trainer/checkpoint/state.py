@@ -23,6 +23,7 @@ from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
 from trainer.checkpoint.hugging_face import class_on_disk
 from trainer.checkpoint.mindformers.folders import find_source
 from trainer.checkpoint.store import (
+    OPTIMIZER,
     Checkpoint,
     damaged_checkpoint,
     find_checkpoint,
@@ -40,7 +41,7 @@ from trainer.errors import UserError
 from trainer.models.spec.adapters import saved_settings
 from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
-from trainer.optim.groups import STATE_NAMES, parameter_groups
+from trainer.optim.groups import EMA, parameter_groups, state_names
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, ShardSpec, as_sharded_array, full_shard_spec
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.models.decoder import Decoder
     from trainer.step.train_step import CheckpointShard
-
-OPTIMIZER = "optimizer"
-"""The part with the optimizer's state."""
 
 _KEY = "resume_training"
 _NEW_RUN = "start a new run from its weights with --load_checkpoint"
@@ -203,8 +201,9 @@ def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the optimizer's arrays by `kind.parameter`."""
     shapes = trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer)
+    kinds = state_names(config.optimizer)
     return {f"{kind}.{name}": shapes[name]
-            for group in groups for kind in STATE_NAMES[group.optimizer] for name in group.parameters}  # fmt: skip
+            for group in groups for kind in kinds[group.optimizer] for name in group.parameters}  # fmt: skip
 
 
 def save_checkpoint(folder: Path, *values: Any, **named: Any) -> Path:
@@ -301,6 +300,7 @@ def _resumed(
     if OPTIMIZER not in checkpoint.tensors:
         raise damaged_checkpoint(path, "it has no state of the optimizer")
     _check_same_freeze(checkpoint, config, mismatch)
+    _check_averages(checkpoint, config, mismatch)
     arrays = _optimizer_arrays(checkpoint, config)
     position = _position(state, config, layout, mismatch)
     # Older checkpoints have no settings.
@@ -378,6 +378,14 @@ def _check_same_freeze(checkpoint: Checkpoint, config: Config, mismatch: Mismatc
         changes.append(f"{first_of(trained)} was frozen and is trained now")
     rule = f"the checkpoint was made with another freeze setting: {'; '.join(changes)}"
     raise mismatch(rule, f"use the freeze section of the checkpoint's run, or {_NEW_RUN}")
+
+
+def _check_averages(checkpoint: Checkpoint, config: Config, mismatch: Mismatch) -> None:
+    """Checks that the checkpoint has moving averages if the run keeps them."""
+    has_averages = any(name.startswith(f"{EMA}.") for name in checkpoint.tensors[OPTIMIZER])
+    if config.optimizer.ema_decay is not None and not has_averages:
+        rule = "the checkpoint has no moving averages, which optimizer.ema_decay asks for"
+        raise mismatch(rule, f"leave ema_decay out, or {_NEW_RUN}")
 
 
 def _part(config: Config) -> str:

@@ -39,6 +39,8 @@ from trainer.storage.marker import MARKER, Marker, check_saved, matches_checksum
 from trainer.storage.tensor_file import BFLOAT16, LazyArray, TensorFile, concatenate_arrays, read_shard
 
 STATE = "state.json"
+OPTIMIZER = "optimizer"
+"""The part with the optimizer's state."""
 REPLACED = ".replaced"
 """Suffix of a checkpoint whose step is being saved again."""
 BEST = "best"

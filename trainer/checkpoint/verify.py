@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from trainer.checkpoint.adapters import CONFIG_FILE, PART, PREFIX
 from trainer.checkpoint.documents import AdapterDescription, read_run_state
-from trainer.checkpoint.state import OPTIMIZER
 from trainer.checkpoint.store import (
+    OPTIMIZER,
     STATE,
     Checkpoint,
     check_checkpoint,

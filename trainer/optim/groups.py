@@ -23,8 +23,28 @@ class ParameterGroup:
     """Factor on the learning rate."""
 
 
+EMA = "ema"
+"""The state array with the exponential moving average of a weight (`optimizer.ema_decay`)."""
+PMA = "pma_weight"
+"""The state array with the average that will replace a weight (PmaAdamW)."""
+
 STATE_NAMES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",), "Muon": ("momentum_buffer",)}
-"""The state arrays, of a parameter's size, that each optimizer keeps."""
+"""The state arrays, of a parameter's size, that each update rule keeps."""
+
+
+def average_names(settings: OptimizerConfig) -> tuple[str, ...]:
+    """Returns the state arrays, of a parameter's size, that hold averages of weights."""
+    names: tuple[str, ...] = ()
+    if settings.type == "PmaAdamW":
+        names += (PMA,)
+    if settings.ema_decay is not None:
+        names += (EMA,)
+    return names
+
+
+def state_names(settings: OptimizerConfig) -> dict[str, tuple[str, ...]]:
+    """Returns all state arrays of a parameter, by the optimizer of its group."""
+    return {rule: names + average_names(settings) for rule, names in STATE_NAMES.items()}
 
 
 def parameter_of(key: str) -> str:
@@ -44,11 +64,14 @@ def parameter_groups(shapes: Mapping[str, tuple[int, ...]], settings: OptimizerC
         shapes: The trainable parameters, by name.
     """
     decay = settings.weight_decay
+    rule = settings.type
+    if rule == "PmaAdamW":
+        rule = "AdamW"
     matrices = [name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(".bias")]
     others = [name for name in shapes if name not in set(matrices)]
-    if settings.type != "Muon":
-        decayed = [ParameterGroup("matrices", decay, tuple(matrices), settings.type)]
-        vectors = ParameterGroup("norms and biases", 0.0, tuple(others), settings.type)
+    if rule != "Muon":
+        decayed = [ParameterGroup("matrices", decay, tuple(matrices), rule)]
+        vectors = ParameterGroup("norms and biases", 0.0, tuple(others), rule)
     else:
         # Three axes: the stacked matrices of a layer's experts.
         by_adamw = {

@@ -33,7 +33,7 @@ from trainer.models.spec.shapes import all_shapes
 from trainer.models.spec.sublayers import mlp_spec
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import trained_shapes
-from trainer.optim.groups import parameter_groups
+from trainer.optim.groups import parameter_groups, state_names
 from trainer.plan.division import RankParams, micro_batch_tokens, rank_params_per_stage
 from trainer.plan.graph_memory import graph_memory, is_flash, kept_scores
 
@@ -52,14 +52,8 @@ _PIECE_BYTES = 8  # that its compiled functions hold for each of them: two array
 _FLASH_MASK_BYTES = 2048 * 2048
 
 
-def device_memory(
-    config: Config, world: World, trains: bool, states: dict[str, int], stage: int | None = None
-) -> dict[str, int]:
-    """Returns the bytes of a rank by part and in total, for the stage that needs most, or for `stage`.
-
-    Args:
-        states: Arrays of a weight's size that each update rule keeps.
-    """
+def device_memory(config: Config, world: World, trains: bool, stage: int | None = None) -> dict[str, int]:
+    """Returns the bytes of a rank by part and in total, for the stage that needs most, or for `stage`."""
     degrees = parallel_degrees(config, world)
     stages: Sequence[int] = range(degrees.pipeline_stage)
     if stage is not None:
@@ -70,7 +64,7 @@ def device_memory(
     params: list[RankParams | None] = [None] * degrees.pipeline_stage
     if not runs_semi_auto(config, world):
         params = [*rank_params_per_stage(config, world)]
-    estimates = (_stage_memory(config, world, degrees, trained, states, number, params[number]) for number in stages)
+    estimates = (_stage_memory(config, world, degrees, trained, number, params[number]) for number in stages)
     return max(estimates, key=lambda parts: parts["total"])
 
 
@@ -84,7 +78,6 @@ def _stage_memory(
     world: World,
     degrees: Degrees,
     trained: dict[str, tuple[int, ...]],
-    states: dict[str, int],
     stage: int,
     params: RankParams | None,
 ) -> dict[str, int]:
@@ -129,8 +122,9 @@ def _stage_memory(
     parts["gradients"] = sum(size(name, shares_sums) for name in of_trained)
     if half and not is_graph and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         parts["gradients"] -= sum(matrices.get(name, 0) for name in of_trained if name != EMBEDDING) // 2
+    states = state_names(config.optimizer)
     parts["optimizer state"] = sum(
-        states[group.optimizer] * size(name, shares_state) for group in groups for name in group.parameters
+        len(states[group.optimizer]) * size(name, shares_state) for group in groups for name in group.parameters
     )
     waiting = 0
     if params is None:

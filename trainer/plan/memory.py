@@ -25,7 +25,7 @@ from trainer.models.spec.names import EMBEDDING, HEAD, is_expert
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
-from trainer.optim.groups import STATE_NAMES, parameter_groups
+from trainer.optim.groups import parameter_groups, state_names
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.activations import ActivationMemory
 from trainer.plan.device_memory import device_memory, fixed_bytes
@@ -40,7 +40,6 @@ _FLOAT32_BYTES = 4
 _ON_DEVICE = ("weights", "gradients", "optimizer state", "activations")
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
 _WORKSPACE_BYTES = 104 << 20  # what a run imports, threads and their scratch memory
-_OPTIMIZER_STATES = {rule: len(names) for rule, names in STATE_NAMES.items()}  # arrays of a weight's size
 
 
 def memory_estimate(
@@ -54,7 +53,7 @@ def memory_estimate(
         stage: The pipeline stage of the rank; None takes the stage that needs most.
     """
     if device == "Ascend" and config.classifier is None:
-        return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
+        return device_memory(config, world, trains, stage)
     stages = rank_params_per_stage(config, world)
     if stage is not None:
         stages = [stages[stage]]
@@ -152,8 +151,9 @@ class _ShardBytes:
     def optimizer_state(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Returns the bytes of the optimizer's arrays for the trained parameters."""
         groups = parameter_groups(shapes, self.config.optimizer)
-        arrays = {name: _OPTIMIZER_STATES[group.optimizer] for group in groups for name in group.parameters}
-        return sum(number * self.shard(name, shapes[name]) for name, number in arrays.items())
+        arrays = state_names(self.config.optimizer)
+        counts = {name: len(arrays[group.optimizer]) for group in groups for name in group.parameters}
+        return sum(count * self.shard(name, shapes[name]) for name, count in counts.items())
 
 
 def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:

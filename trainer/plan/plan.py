@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 # What the numbers of each update rule are called in the configuration.
 _OPTIMIZER_KEYS = {
     "AdamW": ("betas", "eps", "weight_decay"),
+    "PmaAdamW": ("fused_algo", "ema_alpha", "interleave_step", "fused_num", "betas", "eps", "weight_decay"),
     "SGD": ("momentum", "nesterov", "weight_decay"),
     "Muon": (
         "momentum", "nesterov", "ns_steps", "matched_adamw_rms", "qk_clip_enabled", "betas", "eps", "weight_decay",
@@ -66,6 +67,7 @@ _OPTIMIZER_KEYS = {
 }
 _SHOWN_IF_SET = (
     "ns_coefficients", "ns_eps", "adamw_include", "weight_decay_include", "weight_decay_exclude", "loraplus_lr_ratio",
+    "ema_decay",
 )  # fmt: skip
 
 
@@ -339,8 +341,10 @@ def _steps_plan(
     optimizer = config.optimizer
     keys = ["type", *_OPTIMIZER_KEYS[optimizer.type]]
     keys += [key for key in _SHOWN_IF_SET if config.source.where(f"optimizer.{key}")]
-    if len(optimizer.newton_schulz) != optimizer.ns_steps:
+    if "ns_steps" in keys and len(optimizer.newton_schulz) != optimizer.ns_steps:
         keys.remove("ns_steps")
+    if optimizer.type == "PmaAdamW" and optimizer.fused_algo == "sma":
+        keys.remove("ema_alpha")
     learning_rates: tuple[tuple[int, float], ...] = ()
     if total:
         learning_rates = _learning_rates(config, total, last)

@@ -186,7 +186,7 @@ def chat(config: Config, world: World, device: str) -> int:
     template = load_chat_template(config, "train_dataset", tokenizer)
     for note in template.notes:
         _print_note(note)
-    weights = adapters.load_initial_weights(config, _print_note)
+    weights = adapters.load_initial_weights(config, _print_note, averages=config.use_ema)
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
         generator, _, _ = open_generator(config, weights, find_eos_ids(config, tokenizer, template), world, device)

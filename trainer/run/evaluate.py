@@ -104,7 +104,9 @@ def _run_evaluation(config: Config, world: World, plan: Plan, console: Monitor) 
         console.on_note(note)
     batches = plan.data.batches
     assert isinstance(batches, EvalBatches), "the plan of an evaluation opens the evaluation data"
-    weights = load_initial_weights(config, console.on_note, parts=local_shard_specs(config, world), world=world)
+    weights = load_initial_weights(
+        config, console.on_note, averages=config.use_ema, parts=local_shard_specs(config, world), world=world
+    )
     folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:

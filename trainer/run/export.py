@@ -143,16 +143,22 @@ def export(
 def _load_weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], str, list[str]]:
     """Returns the weights by their names in memory, their origin in words, and notes."""
     notes: list[str] = []
-    weights = load_initial_weights(config, notes.append, new_modules=False)
+    weights = load_initial_weights(config, notes.append, new_modules=False, averages=config.use_ema)
     assert weights is not None, "`_check` refuses an export without weights"
+    which = "weights"
+    if config.use_ema:
+        which = "moving averages of the weights"
     if merge:
         pairs = sum(name.endswith(".lora_A.weight") for name in adapter_shapes(config.decoder))
         factor = factors_text(config.decoder)
         base = config.load_checkpoint or "random weights"
-        description = f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {factor}"
+        adapters = f"the {pairs} adapters of {config.adapter_id}"
+        if config.use_ema:
+            adapters = f"the moving averages of {adapters}"
+        description = f"{base} with {adapters} merged in, times {factor}"
         return merge_adapters(weights, config.decoder), description, notes
     used = {name: weights[name] for name in parameter_shapes(config.network) if name in weights}
-    return used, f"the weights of {config.load_checkpoint}", notes
+    return used, f"the {which} of {config.load_checkpoint}", notes
 
 
 def _check_class(config: Config) -> None:

@@ -208,7 +208,9 @@ def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, 
     if template is not None:
         for note in template.notes:
             print_note(note)
-    weights = load_initial_weights(config, print_note, parts=local_shard_specs(config, world), world=world)
+    weights = load_initial_weights(
+        config, print_note, averages=config.use_ema, parts=local_shard_specs(config, world), world=world
+    )
     if makes_folder:
         make_folder(Path(config.output_dir).expanduser(), config.source.where("output_dir"))
     eos_ids = find_eos_ids(config, tokenizer, template)

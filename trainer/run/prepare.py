@@ -14,6 +14,7 @@ from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, runs_semi_auto
 from trainer.config.checks.preferences import preference_problems
 from trainer.config.checks.problem import ConfigError, problem
+from trainer.config.checks.rules import average_keys
 from trainer.config.checks.unsupported import offload_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.resolve import resolve_device
@@ -92,6 +93,9 @@ class ExplicitBackend:
         if not on_arrays(self.config, device, self.world):
             for each in cell_problems(self.config):
                 raise each.error
+        for key in average_keys(self.config):
+            if device != "CPU":
+                raise problem(self.config, key, "is supported on a CPU only", "leave averages of weights out").error
         if device != "CPU" and self.config.whole_matrix_method.endswith("use_dora"):
             key = self.config.whole_matrix_method
             raise problem(self.config, key, "is supported on a CPU only", "leave it out, or run on a CPU").error

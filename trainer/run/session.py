@@ -38,8 +38,9 @@ from trainer.models.spec.names import is_buffer
 from trainer.ops.context import context_parallel_kernels
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import on_arrays, precision_of, select_kernels
+from trainer.optim.averages import WeightAverages
 from trainer.optim.freeze import frozen_names, trained_shapes
-from trainer.optim.groups import parameter_groups
+from trainer.optim.groups import average_names, parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.collectives import (
     all_gather_ranges,
@@ -254,9 +255,13 @@ def open_training(
     matrices = None
     if shard is not None and shard.tensor is not None:
         matrices = TensorShardedMatrices(shard)
+    optimizer = build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards, matrices)
+    averages = None
+    if average_names(config.optimizer):
+        averages = WeightAverages(optimizer, config.optimizer)
     return TrainStep(
         session.model,
-        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards, matrices),
+        optimizer,
         schedule,
         session.build_inputs,
         config.runner_wrapper,
@@ -268,6 +273,7 @@ def open_training(
         qk_clip_threshold=threshold,
         measures_logits=measures_logits(config) and on_arrays(config, session.device, world),
         prefers=config.loss is not None,
+        averages=averages,
     )
 
 

@@ -360,7 +360,10 @@ def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSign
     epoch = position.epoch + 1
     if epoch_ended:
         epoch = position.epoch
-    with job.events.activity("evaluating"):
+    weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if config.use_ema and engine.step.averages is not None:
+        weights = engine.step.averages.in_use(engine.step.model.compute_weights.refresh)
+    with job.events.activity("evaluating"), weights:
         metrics = evaluate_on_all_ranks(engine.session, data, stop, step, epoch, on_batch)
     sync_rank_flags(job, engine, progress, stop)
     if metrics is None:

@@ -11,6 +11,7 @@ from trainer.config.checks.degrees import expert_problems, pipeline_problems, te
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import fit_problems, micro_batches_per_step, parallel_degrees, zero_level
 from trainer.config.checks.problem import ConfigError, one_of, problem
+from trainer.config.checks.rules import average_keys
 from trainer.config.note import Note
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
@@ -237,3 +238,5 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
         yield problem(config, "runner_config.rampup_batch_size", f"{_NOT_YET}: one graph has all micro-batches", fix)
     if config.optimizer.type == "Muon":
         yield problem(config, "optimizer.type", _NOT_YET, "use AdamW or SGD")
+    for key in average_keys(config):
+        yield problem(config, key, _NOT_YET, f"leave averages of weights out, {_INSTEAD}")

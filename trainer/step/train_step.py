@@ -49,6 +49,7 @@ from trainer.storage.tensor_file import ArrayOrLazyArray
 if TYPE_CHECKING:
     from trainer.config.schema.runner import RunnerWrapper
     from trainer.models.decoder import Decoder
+    from trainer.optim.averages import WeightAverages
     from trainer.optim.optimizer import Optimizer
     from trainer.step.pipeline import Pipeline
 
@@ -116,6 +117,7 @@ class TrainStep:
             None: no head.
         measures_logits: Whether native layers measure the largest attention logits; QK-clip requires it.
         prefers: Whether the loss is that of pairs of answers, a mean over the pairs of the global batch.
+        averages: Averages of the weights, which are updated after each update of the weights; None: none.
     """
 
     computes_together = False  # ranks evaluate different batches
@@ -136,7 +138,9 @@ class TrainStep:
         qk_clip_threshold: float | None = None,
         measures_logits: bool = False,
         prefers: bool = False,
+        averages: WeightAverages | None = None,
     ) -> None:
+        self.averages = averages
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
@@ -242,6 +246,8 @@ class TrainStep:
             if result.updated and self.qk_clip is not None:
                 result = replace(result, clipped_heads=self.qk_clip.clip(logits_LH))
         if result.updated:
+            if self.averages is not None:
+                self.averages.update()
             self.model.compute_weights.refresh(self.optimizer.parameters)
             self.model.update_expert_bias(gradients.routing)
         return result

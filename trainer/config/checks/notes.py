@@ -102,7 +102,11 @@ _UNUSED = (
     _Unused("optimizer", "betas eps ns_steps ns_coefficients ns_eps adamw_include matched_adamw_rms",
             lambda c: c.optimizer.type == "SGD", "optimizer.type is SGD"),
     _Unused("optimizer", "momentum nesterov ns_steps ns_coefficients ns_eps adamw_include matched_adamw_rms",
-            lambda c: c.optimizer.type == "AdamW", "optimizer.type is AdamW"),
+            lambda c: c.optimizer.type in ("AdamW", "PmaAdamW"), lambda c: f"optimizer.type is {c.optimizer.type}"),
+    _Unused("optimizer", "fused_num interleave_step fused_algo ema_alpha", lambda c: c.optimizer.type != "PmaAdamW",
+            "only PmaAdamW uses it"),
+    _Unused("optimizer", "ema_alpha", lambda c: c.optimizer.type == "PmaAdamW" and c.optimizer.fused_algo == "sma",
+            "fused_algo is sma"),
     _Unused("optimizer", "qk_clip_threshold", lambda c: c.optimizer.type != "Muon" or not c.optimizer.qk_clip_enabled,
             "only Muon with qk_clip_enabled uses it"),
     _Unused("optimizer", "loraplus_lr_ratio", lambda c: not c.has_adapters, "there are no adapters"),
@@ -258,6 +262,11 @@ def _run(config: Config) -> Iterator[str]:
                " optimizer state, step and position in the data; leave it out to start over from these weights")
     if starts_anew(config):
         yield "load_checkpoint is empty: this finetuning starts from new weights, as run_mode train does"
+    optimizer = config.optimizer
+    if config.trains and optimizer.type == "PmaAdamW" and optimizer.fused_algo == "ema":
+        factor = 1 - (1 - optimizer.ema_alpha) ** optimizer.fused_num
+        yield (f"optimizer.fused_algo ema: begins at zero, as in MindSpore Transformers, so the average that replaces"
+               f" the weights is {factor:.3g} times a mean of them; sma is a mean")
     if config.do_eval and config.eval_step_interval == -1 and config.eval_epoch_interval == -1:
         yield "do_eval: evaluates only at the end, because eval_step_interval and eval_epoch_interval are -1"
     if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":

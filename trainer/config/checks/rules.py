@@ -134,7 +134,7 @@ def preflight(config: Config, world: World = SINGLE_PROCESS, backend_problems: S
 def run_problems(config: Config, world: World) -> list[ConfigError]:
     """Returns the errors of `preflight` that do not depend on the execution mode."""
     problems = [*_model_sizes(config), *_weights(config), *adapter_file_problems(config), *_evaluation_data(config),
-                *loader_tokenizer_problems(config)]
+                *_averages(config), *loader_tokenizer_problems(config)]
     if config.trains:
         problems += [*_evaluation_callbacks(config), *_packages(config)]
     if config.run_mode == "predict" and not config.predict_data:
@@ -173,6 +173,23 @@ def _weights(config: Config) -> Iterator[ConfigError]:
     elif mode != "train" and not config.load_checkpoint and not resumes and not starts_anew(config):
         fix = "give --load_checkpoint output/checkpoints/step-... or --model FOLDER, or use run_mode train"
         yield problem(config, "load_checkpoint", f"run_mode {mode} needs weights", fix, because="run_mode")
+
+
+def average_keys(config: Config) -> list[str]:
+    """Returns the keys with which a training averages its weights."""
+    keys = []
+    if config.trains and config.optimizer.type == "PmaAdamW":
+        keys.append("optimizer.type")
+    if config.trains and config.optimizer.ema_decay is not None:
+        keys.append("optimizer.ema_decay")
+    return keys
+
+
+def _averages(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for evaluations of averages that the training does not keep."""
+    if config.use_ema and config.trains and config.do_eval and config.optimizer.ema_decay is None:
+        rule = "the training keeps no averages of its weights"
+        yield problem(config, "use_ema", rule, "set optimizer.ema_decay, for example to 0.999, or leave it out")
 
 
 def _evaluation_data(config: Config) -> Iterator[ConfigError]:

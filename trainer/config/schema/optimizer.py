@@ -37,14 +37,16 @@ class OptimizerConfig(Section):
     # Names of fused versions, and of versions with float32 state, of the same update rule.
     type_aliases: ClassVar[dict[str, str]] = {
         "FusedAdamW": "AdamW",
+        "FusedPmaAdamW": "PmaAdamW",
         "FP32StateAdamWeightDecay": "AdamW",
         "adamw": "AdamW",
         "muon": "Muon",
         "sgd": "SGD",
     }
 
-    type: Literal["AdamW", "SGD", "Muon"] = setting(
-        "AdamW", "Update rule; Muon leaves embedding, head, norms and biases to AdamW.")
+    type: Literal["AdamW", "PmaAdamW", "SGD", "Muon"] = setting(
+        "AdamW", "Update rule; Muon leaves embedding, head, norms and biases to AdamW. PmaAdamW replaces the weights by"
+        " an average of earlier ones from time to time.")
     betas: list[Beta] = setting(
         [0.9, 0.999], "AdamW: decay rates of the two moments. Default [0.9, 0.999], of Muon [0.95, 0.95].",
         min_length=2, max_length=2, aliases="adamw_betas")
@@ -76,6 +78,16 @@ class OptimizerConfig(Section):
     learning_rate: float | None = setting(
         None, "Peak learning rate; must agree with lr_schedule's when both are given. Default null: lr_schedule's.",
         ge=0)
+
+    fused_num: int = setting(
+        10, "PmaAdamW: how many weights are averaged before the average replaces the weights.", ge=1, le=COUNT)
+    interleave_step: int = setting(1000, "PmaAdamW: updates between two weights of the average.", ge=1, le=COUNT)
+    fused_algo: Literal["ema", "sma"] = setting(
+        "ema", "PmaAdamW: sma is the mean; ema is that of MindSpore Transformers, which begins at zero.")
+    ema_alpha: float = setting(0.2, "PmaAdamW with ema: the factor of a new weight. Default 0.2.", gt=0, lt=1)
+    ema_decay: float | None = setting(
+        None, "Keep exponential moving averages of the trained weights: average = ema_decay x average + (1 - ema_decay)"
+        " x weight after each update. Default null: none.", ge=0, lt=1)
 
     loraplus_lr_ratio: float = setting(
         1.0, "LoRA+ (Hayou et al. 2024): learning rate of the matrices B of adapters over that of A. Default 1: the"

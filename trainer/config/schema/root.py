@@ -162,6 +162,9 @@ class Config(Section):
         " weights (except in run_mode train), the tokenizer and the sampling defaults.")
     do_eval: bool = setting(False, "Evaluate while training.")
     eval_step_interval: int = setting(100, "Optimizer steps between evaluations; -1: never by steps.", ge=-1, le=COUNT)
+    use_ema: bool = setting(
+        False, "Use the averages of optimizer.ema_decay instead of the weights: in evaluations of a training, and of a"
+        " checkpoint in eval, predict, chat and export.")
     eval_epoch_interval: int = setting(-1, "Epochs between evaluations; -1: never by epochs.", ge=-1, le=COUNT)
     sample_prompt: str | list[str] | None = setting(
         None, "train, finetune: a prompt, or a few, that the model continues after each evaluation and at the end of"

@@ -457,3 +457,21 @@ def test_adapters_from_whole_matrices_need_whole_matrices(text: str, what: str, 
     assert f"{PET}.{method.split('=')[0]}" in message and what in message and message.count("Fix:") == 1
     replicas = load(f"{BASE}parallel: {{enable_parallel_optimizer: True}}\n", f"{PET}.{method}")
     preflight(replicas, EIGHT, select_execution_mode(replicas, EIGHT).problems())
+
+
+@pytest.mark.parametrize("key", ["ema_decay=0.9", "type=PmaAdamW"])
+def test_averages_of_weights_are_for_explicit_mode_on_cpus(key: str) -> None:
+    optimizer = f"optimizer.{key}"
+    message = run_error("parallel: {parallel_mode: 1}\n", EIGHT, optimizer)
+    assert f"optimizer.{key.split('=')[0]}" in message and message.count("Fix:") == 1
+    assert "not yet supported in semi-automatic mode" in message
+    config = load(BASE, optimizer)
+    with pytest.raises(UserError, match="is supported on a CPU only"):
+        select_execution_mode(config, SINGLE_PROCESS).check_device("Ascend")
+    select_execution_mode(config, SINGLE_PROCESS).check_device("CPU")
+
+
+def test_evaluations_of_averages_need_averages() -> None:
+    message = run_error("", SINGLE_PROCESS, "use_ema=True", "do_eval=True", "train_dataset.held_out=0.1")
+    assert "use_ema = True: the training keeps no averages of its weights" in message
+    assert "is 0.488 times a mean" in told("optimizer: {type: PmaAdamW, fused_num: 3}\n", SINGLE_PROCESS)
