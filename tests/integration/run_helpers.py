@@ -61,6 +61,18 @@ def write_preferences(path: Path, records: int = 96) -> Path:
     return path
 
 
+def write_labelled(path: Path, records: int = 96) -> Path:
+    """Writes JSON lines with an answer to each prompt and its label: those with a full stop are desirable."""
+    draw = random.Random(9)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(records):
+            answer = f" {draw.choice(WORDS)} {draw.choice(WORDS)}"
+            label = number % 3 > 0
+            record = {"prompt": draw.choice(WORDS), "completion": answer + "." * label, "label": label}
+            print(json.dumps(record), file=file)
+    return path
+
+
 def settings(folder: Path, data: Path | str) -> dict[str, Any]:
     """Returns a configuration that trains in a second: 2 layers, hidden 16, rows of 16 bytes."""
     return {

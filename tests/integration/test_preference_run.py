@@ -18,6 +18,7 @@ from run_helpers import (
     step_records,
     train,
     write_config,
+    write_labelled,
     write_preferences,
 )
 from tolerances import RUN_LOSSES, RUN_NORMS
@@ -133,6 +134,27 @@ def test_other_losses_learn(path: Path, home: Path, kind: str) -> None:
         assert references(home) == before
 
 
+def test_labelled_answers_learn_and_continue_bit_for_bit(path: Path, home: Path) -> None:
+    flags = {
+        "loss__type": "kto", "loss__desirable_weight": 1.2, "loss__beta": 1.0, "runner_config__epochs": 6,
+        "train_dataset__data_loader__dataset_dir": write_labelled(home / "labelled.jsonl"),
+    }  # fmt: skip
+    whole = train(path, output_dir=home / "kto", **flags)
+    steps = step_records(whole)
+    assert [steps[0][name] for name in ("kl", *REWARDS)] == [0] * 5
+    assert 0.5 < steps[0]["loss"] < 0.6  # a mean of 0.5 and 0.5 * 1.2
+    assert steps[-1]["rewards/margins"] == steps[-1]["rewards/chosen"] - steps[-1]["rewards/rejected"] > 1
+    assert max(column(steps, "kl")) > 0
+    first, last = eval_records(whole)
+    assert last["eval_margin"] > first["eval_margin"] > 0 and last["eval_accuracy"] >= 0.7
+    assert last["eval_loss"] < first["eval_loss"] and "eval_perplexity" not in last
+    halves = home / "kto-halves"
+    train(path, output_dir=halves, runner_config__stop_step=HALF, **flags)
+    train(path, output_dir=halves, resume_training=True, **flags)
+    assert figures(halves) == figures(whole)
+    assert_same_bits(arrays_of(halves), arrays_of(whole))
+
+
 def test_adapters_compare_with_the_base_model(path: Path, home: Path) -> None:
     base = train(path, output_dir=home / "base", runner_config__stop_step=2)
     adapters = '{"lora_rank": 2, "lora_alpha": 4, "target_modules": ".*wq|.*wv|.*w2", "lora_dropout": 0.1}'
@@ -154,6 +176,10 @@ REFUSED = {
     "context.mode 1": {"context__mode": 1},
     "does not know the weights before the training": {"run_mode": "eval"},
     "only simpo has a margin": {"loss__gamma": 0.1},
+    "only kto has labels to weigh": {"loss__desirable_weight": 2.0},
+    "needs records with prompt, completion and label": {
+        "loss__type": "kto", "train_dataset__data_loader__type": "TextDataset",
+    },
     "needs records with chosen and rejected": {"train_dataset__data_loader__type": "TextDataset"},
     "a pair stays whole in a sequence": {"train_dataset__packing": "cut"},
     "which carry loss without their prompt": {"train_dataset__train_on": "all"},

@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from preference_cases import loss_of, pair_batch  # noqa: E402
 from tiny_trainer import config_of  # noqa: E402
 
-from trainer.arrays.preferences import REWARDS  # noqa: E402
 from trainer.data.batches.batch import PairBatch, concatenate  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
@@ -21,7 +20,8 @@ STEPS = 3
 
 def batches() -> list[PairBatch]:
     """Returns the batch of each rank."""
-    return [pair_batch(1, [(2, 3, 4, 3)]), pair_batch(2, [(6, 4)])._replace(reference=pair_batch(3, [(1,) * 4])[4])]
+    references = pair_batch(3, [(1,) * 4]).reference
+    return [pair_batch(1, [(2, 3, 4, 3)]), pair_batch(2, [(6, 4)])._replace(reference=references)]
 
 
 def trained(group: ProcessGroup | None, kind: str, level: str = "") -> list[list[float]]:
@@ -38,7 +38,7 @@ def trained(group: ProcessGroup | None, kind: str, level: str = "") -> list[list
     else:
         batch = batches()[group.rank]
     found = [step([batch]) for _ in range(STEPS)]
-    return [[one.loss, one.tokens, one.global_norm, *(one.losses[name] for name in REWARDS)] for one in found]
+    return [[one.loss, one.tokens, one.global_norm, *one.losses.values()] for one in found]
 
 
 def all_trained(group: ProcessGroup, cases: list[tuple[str, str]]) -> list[list[list[float]]]:

@@ -7,16 +7,34 @@ import numpy_kernels
 import pytest
 from native_layers import HIDDEN, Case, normal
 from numpy_kernels import distance
-from preference_cases import TYPES, answers_of, loss_of, pair_batch, trl_losses, trl_rewards
+from preference_cases import (
+    BETA,
+    PAIRED,
+    TYPES,
+    answers_of,
+    loss_of,
+    pair_batch,
+    trl_kto,
+    trl_losses,
+    trl_rewards,
+)
 from tiny_trainer import TOKENS, VOCABULARY, config_of
 from tolerances import RUN_LOSSES, RUN_NEAR_ZERO, RUN_NORMS, rounding_limit
 
 from trainer.arrays.head import FusedLinearCrossEntropy
-from trainer.arrays.preferences import REWARDS, find_pairs
+from trainer.arrays.preferences import CHOSEN, REJECTED, REWARDS, find_pairs
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.schema.runner import LossConfig
-from trainer.data.batches.batch import IGNORE_INDEX, PairBatch, concatenate, count_pairs, padding_batch
+from trainer.data.batches.batch import (
+    IGNORE_INDEX,
+    PairBatch,
+    compared,
+    concatenate,
+    count_pairs,
+    padding_batch,
+)
 from trainer.run.session import open_training
+from trainer.step.evaluate import evaluate
 from trainer.step.train_step import StepResult, TrainStep
 
 ROWS = ((3, 4), (2, 3, 4, 3), (6, 4))  # tokens of the documents of each sequence
@@ -62,6 +80,9 @@ def test_loss_and_gradients_of_the_head(kind: str) -> None:
     case.check_result(loss)
     case.check_gradients(found)
     assert pairs.count == 4
+    if kind == "kto":
+        total, count = pairs.sums["kl"]
+        assert total / count > 1
     alone, evaluated, _ = run(save=False)
     assert alone == loss and evaluated.sums == pairs.sums
     # Where the matrix is frozen the logits are computed once: the same gradients.
@@ -72,7 +93,7 @@ def test_loss_and_gradients_of_the_head(kind: str) -> None:
         assert distance(gradient.asnumpy(), right) <= rounding_limit(2 * (case.terms + len(case.x_ND)))
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", PAIRED)
 def test_rewards(kind: str) -> None:
     batch = pair_batch(5, ROWS)
     losses_N = np.random.default_rng(6).uniform(0.5, 4, batch.labels.size)
@@ -83,25 +104,49 @@ def test_rewards(kind: str) -> None:
     rewards = [trl_rewards(kind, *pair) for pair in zip(answers[::2], answers[1::2], strict=True)]
     first, second = np.array(rewards).T
     right = [first.sum(), second.sum(), (first - second).sum(), (first > second).sum()]
-    np.testing.assert_allclose([pairs.sums[name] for name in REWARDS], right, rtol=RUN_NEAR_ZERO)
+    assert {count for _, count in pairs.sums.values()} == {4}
+    np.testing.assert_allclose([pairs.sums[name][0] for name in REWARDS], right, rtol=RUN_NEAR_ZERO)
     np.testing.assert_allclose(loss, trl_losses(kind, batch, -losses_N), rtol=RUN_NEAR_ZERO)
     assert not weights_N1[valid_N1 == 0].any() and weights_N1[valid_N1 > 0].all()
-    assert 0 < pairs.sums["rewards/accuracies"] < 4
+    assert 0 < pairs.sums["rewards/accuracies"][0] < 4
+
+
+@pytest.mark.parametrize("shift", [0, 30], ids=["kl", "kl below 0"])
+def test_rewards_of_labelled_answers(shift: float) -> None:
+    batch = pair_batch(5, ROWS)
+    batch = batch._replace(reference=batch.reference + shift)
+    losses_N = np.random.default_rng(6).uniform(0.5, 4, batch.labels.size)
+    valid_N1 = (batch.labels.reshape(-1, 1) != IGNORE_INDEX).astype(np.float32)
+    pairs = find_pairs(batch, LossConfig(**loss_of("kto")))
+    loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
+    right = trl_kto(answers_of(batch, -losses_N))
+    assert (right.kl == 0) == (shift > 0)
+    np.testing.assert_allclose(loss, right.losses.sum(), rtol=RUN_NEAR_ZERO)
+    assert [pairs.sums[name][1] for name in (CHOSEN, REJECTED)] == [len(right.chosen), len(right.rejected)] == [3, 1]
+    for name, rewards in ((CHOSEN, right.chosen), (REJECTED, right.rejected), ("kl", np.full(4, right.kl))):
+        np.testing.assert_allclose(pairs.sums[name][0], rewards.sum(), rtol=RUN_NEAR_ZERO)
+    z = BETA["kto"] * right.kl
+    hits = (right.chosen > z).sum() + (right.rejected < z).sum()
+    assert pairs.sums["rewards/accuracies"] == (hits, 4)
+    is_answer_N1 = (batch.segment_ids % 2 == 0).reshape(-1, 1) & (valid_N1 > 0)
+    assert weights_N1[is_answer_N1].all() and not weights_N1[~is_answer_N1].any()
 
 
 def test_padding_is_no_pair() -> None:
     batch = pair_batch(1, ROWS)
-    padded = PairBatch(*concatenate(PairBatch(*batch), PairBatch(*padding_batch(2, TOKENS), np.zeros((2, 4)))))
+    empty = compared(padding_batch(2, TOKENS))._replace(reference=np.zeros((2, 4)))
+    padded = concatenate(batch, empty)
     assert count_pairs(batch) == count_pairs(padded) == 4
     assert count_pairs(padding_batch(2, TOKENS)) == 0
-    pairs = find_pairs(PairBatch(*padding_batch(2, TOKENS), np.zeros((2, 4))), LossConfig())
-    loss, weights_N1 = pairs.weigh(np.ones(2 * TOKENS), np.zeros((2 * TOKENS, 1), np.float32))
-    assert loss == 0 and not weights_N1.any() and set(pairs.sums.values()) == {0.0}
+    for kind in ("dpo", "kto"):
+        pairs = find_pairs(empty, LossConfig(type=kind))
+        loss, weights_N1 = pairs.weigh(np.ones(2 * TOKENS), np.zeros((2 * TOKENS, 1), np.float32))
+        assert loss == 0 and not weights_N1.any() and set(pairs.sums.values()) == {(0.0, 0)}
 
 
 def test_an_unknown_reference_is_no_reference_of_zero() -> None:
     with pytest.raises(ValueError, match="log-probabilities before the training"):
-        find_pairs(padding_batch(1, TOKENS), LossConfig())
+        find_pairs(compared(padding_batch(1, TOKENS)), LossConfig())
     assert find_pairs(padding_batch(1, TOKENS), LossConfig(type="simpo")).count == 0
 
 
@@ -111,7 +156,7 @@ def open_step(kind: str) -> TrainStep:
 
 
 def numbers_of(results: list[StepResult]) -> list[list[float]]:
-    return [[one.loss, one.global_norm, *(one.losses[name] for name in REWARDS)] for one in results]
+    return [[one.loss, one.global_norm, *one.losses.values()] for one in results]
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -126,3 +171,10 @@ def test_micro_batches_equal_one_batch(kind: str) -> None:
     np.testing.assert_allclose(parts, one, rtol=RUN_NORMS, atol=RUN_NEAR_ZERO)
     means = np.mean([open_step(kind)([each]).loss for each in wide])
     assert abs(means - one[0][0]) > RUN_LOSSES
+    evaluated = [
+        evaluate(apart.model, apart.build_inputs, batches, lambda: False, loss=LossConfig(**loss_of(kind)))
+        for batches in (wide, [whole])
+    ]
+    first, second = [[each.loss, each.accuracy, each.margin] for each in evaluated]
+    np.testing.assert_allclose(first, second, rtol=RUN_NORMS)
+    assert abs(first[0] - apart([whole]).loss) < RUN_NORMS * abs(first[0])

@@ -265,7 +265,12 @@ def test_every_json_line_is_a_document() -> None:
     assert len(lines) >= 3
     for line in lines:
         fields = json.loads(line)
-        sample = to_sample(Record(fields, "docs/data.md", 0), {}, reads_pairs="chosen" in fields)
+        answers = ""
+        if "chosen" in fields:
+            answers = "pairs"
+        elif "label" in fields:
+            answers = "labels"
+        sample = to_sample(Record(fields, "docs/data.md", 0), {}, answers)
         assert sample is not None and (sample.messages or sample.text)
 
 

@@ -1,4 +1,4 @@
-"""Losses of pairs of a chosen and a rejected answer, from the log-probabilities of their tokens.
+"""Losses of answers that are compared, from the log-probabilities of their tokens.
 
 With the score s of each answer, the sum of the log-probabilities of its tokens, or their mean:
 
@@ -8,6 +8,14 @@ With the score s of each answer, the sum of the log-probabilities of its tokens,
     simpo   mean                     -log sigmoid(beta (s_c - s_r) - gamma)                    Meng 2024, eq. 6
     orpo    mean                     -s_c - beta log sigmoid(log odds(s_c) - log odds(s_r))    Hong 2024, eq. 6
 
+    kto     sum, minus reference     w (1 - sigmoid(beta (s - z))) of a desirable answer,      Ethayarajh 2024, eq. 8
+                                     w (1 - sigmoid(beta (z - s))) of an undesirable one
+
+kto has answers with labels instead of pairs. Its z estimates the divergence from the reference: the mean of s over the
+same prompts with answers that do not belong to them, at least 0. It is a constant for the gradients. Its records are
+pairs here, too, of an answer and one to another prompt. TRL computes z of a micro-batch over all ranks; here it is that
+of the global batch, so that the loss does not depend on the division into micro-batches.
+
 The paper of IPO has sums. As in TRL they are means, so that beta means the same for answers of any length. The reward
 of an answer is beta times its score, of ipo beta times the sum.
 
@@ -16,6 +24,7 @@ Legend: N tokens of a micro-batch, B its sequences, D the most documents of a se
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,8 +35,8 @@ from trainer.data.batches.batch import IGNORE_INDEX, Batch, PairBatch
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 """Names of the sums over pairs, as in TRL."""
-ACCURACIES = REWARDS[3]
-MARGINS = REWARDS[2]
+CHOSEN, REJECTED, MARGINS, ACCURACIES = REWARDS
+DIVERGENCE = "kl"
 _LARGEST_MEAN = -1e-7  # of log-probabilities: the odds of a certain answer are infinite
 
 
@@ -72,6 +81,60 @@ def pair_losses(loss: LossConfig, chosen_P: np.ndarray, rejected_P: np.ndarray) 
     return PairLosses(np.logaddexp(0, -logits_P), slopes_P, -slopes_P)
 
 
+class LabelledScores(NamedTuple):
+    """What kto compares, for each answer of some records: scores are log-probabilities minus the reference's."""
+
+    answers_P: np.ndarray
+    others_P: np.ndarray
+    """The scores of the answers that do not belong to the prompts."""
+    desirable_P: np.ndarray
+    """bool."""
+
+
+class LabelledLosses(NamedTuple):
+    """The losses of labelled answers, their derivatives by the scores, and sums with their counts, by name."""
+
+    losses_P: np.ndarray
+    slopes_P: np.ndarray
+    sums: Mapping[str, tuple[float, float]]
+
+
+def divergence(total: float, count: float) -> float:
+    """Returns kto's z from the sum of the scores of answers to other prompts."""
+    return max(total / max(count, 1), 0.0)
+
+
+def labelled_losses(loss: LossConfig, scores: LabelledScores, z: float) -> LabelledLosses:
+    """Computes the losses of labelled answers, float64.
+
+    An accuracy is 1 for a desirable answer whose score is above z, and for an undesirable one whose score is below.
+    """
+    beta = strength(loss)
+    desirable_P = scores.desirable_P
+    signs_P = np.where(desirable_P, 1.0, -1.0)
+    weights_P = np.where(desirable_P, loss.desirable_weight, loss.undesirable_weight)
+    distances_P = signs_P * (scores.answers_P - z)
+    wrong_P = _sigmoid(-beta * distances_P)
+    rewards_P = beta * scores.answers_P
+    count = len(signs_P)
+    desirable = int(desirable_P.sum())
+    sums = {
+        CHOSEN: (float(rewards_P[desirable_P].sum()), desirable),
+        REJECTED: (float(rewards_P[~desirable_P].sum()), count - desirable),
+        ACCURACIES: (float((distances_P > 0).sum()), count),
+        DIVERGENCE: (z * count, count),
+    }
+    slopes_P = -weights_P * beta * signs_P * wrong_P * _sigmoid(beta * distances_P)
+    return LabelledLosses(weights_P * wrong_P, slopes_P, sums)
+
+
+def add_margin(means: Mapping[str, float]) -> dict[str, float]:
+    """Adds the difference of the mean rewards, which kto has no pairs for, if there are answers of both kinds."""
+    if MARGINS in means or CHOSEN not in means or REJECTED not in means:
+        return dict(means)
+    return {**means, MARGINS: means[CHOSEN] - means[REJECTED]}
+
+
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.exp(-np.logaddexp(0, -x))
 
@@ -88,16 +151,23 @@ class Pairs:
     Attributes:
         documents_N: The document of each token: 2 k is the chosen answer of pair k, 2 k + 1 the rejected one.
         reference_A: Log-probability of each document before the training; zeros where the loss needs none.
+        values_A: The label of each document.
+        divergence: kto's z, if it is that of more than these records; None: it is computed from them.
         log_probs_A: The sum over the tokens of each document, after the forward pass.
-        sums: Sums over the pairs, by the names of `REWARDS`, after the forward pass.
+        labelled: What kto compares, after the forward pass.
+        sums: Sums over the pairs or records and what to divide them by, by the names of `REWARDS`, after the forward
+            pass.
     """
 
     loss: LossConfig
     count: int
     documents_N: np.ndarray
     reference_A: np.ndarray
+    values_A: np.ndarray
+    divergence: float | None = None
     log_probs_A: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    sums: dict[str, float] = field(default_factory=dict)
+    labelled: LabelledScores | None = None
+    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def weigh(self, losses_N: np.ndarray, valid_N1: np.ndarray) -> tuple[np.float32, np.ndarray]:
         """Computes the sum of the losses of the pairs, and its derivative by the loss of each token, float32 [N, 1].
@@ -111,26 +181,46 @@ class Pairs:
         tokens_A = np.bincount(self.documents_N, valid_N, size)
         self.log_probs_A = -np.bincount(self.documents_N, losses_N * valid_N, size)
         lengths_A = np.ones(size)
-        if self.loss.type != "dpo":
+        if self.loss.type not in ("dpo", "kto"):
             lengths_A = np.maximum(tokens_A, 1)
         scores_A = (self.log_probs_A - self.reference_A) / lengths_A
         is_pair_P = tokens_A[::2] > 0
-        chosen_P = scores_A[::2][is_pair_P]
-        rejected_P = scores_A[1::2][is_pair_P]
-        result = pair_losses(self.loss, chosen_P, rejected_P)
+        slopes_A = np.zeros(size)
+        if self.loss.type == "kto":
+            losses_P = self._judge(scores_A, is_pair_P, slopes_A)
+        else:
+            losses_P = self._compare(scores_A, lengths_A, is_pair_P, slopes_A)
+        weights_N = -(slopes_A / lengths_A)[self.documents_N] * valid_N
+        return np.float32(losses_P.sum()), weights_N.astype(np.float32)[:, None]
+
+    def _judge(self, scores_A: np.ndarray, is_record_P: np.ndarray, slopes_A: np.ndarray) -> np.ndarray:
+        """Returns the losses of labelled answers, and writes their derivatives by the scores."""
+        desirable_P = self.values_A[::2][is_record_P] > 0
+        self.labelled = LabelledScores(scores_A[::2][is_record_P], scores_A[1::2][is_record_P], desirable_P)
+        z = self.divergence
+        if z is None:
+            z = divergence(self.labelled.others_P.sum(), len(desirable_P))
+        result = labelled_losses(self.loss, self.labelled, z)
+        self.sums = result.sums
+        slopes_A[::2][is_record_P] = result.slopes_P
+        return result.losses_P
+
+    def _compare(
+        self, scores_A: np.ndarray, lengths_A: np.ndarray, is_pair_P: np.ndarray, slopes_A: np.ndarray
+    ) -> np.ndarray:
+        """Returns the losses of pairs, and writes their derivatives by the scores."""
+        result = pair_losses(self.loss, scores_A[::2][is_pair_P], scores_A[1::2][is_pair_P])
         # TRL's rewards of ipo are sums, although its loss has means.
-        scale_A = np.full(size, strength(self.loss))
+        scale_A = np.full(len(scores_A), strength(self.loss))
         if self.loss.type == "ipo":
             scale_A *= lengths_A
         rewards_A = scores_A * scale_A
         rewards = rewards_A[::2][is_pair_P], rewards_A[1::2][is_pair_P]
         values = *rewards, rewards[0] - rewards[1], (rewards[0] > rewards[1]).astype(np.float64)
-        self.sums = {name: float(value.sum()) for name, value in zip(REWARDS, values, strict=True)}
-        slopes_A = np.zeros(size)
+        self.sums = {name: (float(value.sum()), len(value)) for name, value in zip(REWARDS, values, strict=True)}
         slopes_A[::2][is_pair_P] = result.chosen_slopes_P
         slopes_A[1::2][is_pair_P] = result.rejected_slopes_P
-        weights_N = -(slopes_A / lengths_A)[self.documents_N] * valid_N
-        return np.float32(result.losses_P.sum()), weights_N.astype(np.float32)[:, None]
+        return result.losses_P
 
 
 def find_pairs(batch: Batch | PairBatch, loss: LossConfig) -> Pairs:
@@ -139,10 +229,13 @@ def find_pairs(batch: Batch | PairBatch, loss: LossConfig) -> Pairs:
     documents = int(batch.segment_ids.max()) // 2 * 2 + 2
     reference_BA = np.zeros((rows, documents))
     if loss.needs_reference:
-        if not isinstance(batch, PairBatch):
+        if not isinstance(batch, PairBatch) or not batch.reference.shape[1]:
             raise ValueError(f"{loss.type} needs the log-probabilities before the training")
         known = min(documents, batch.reference.shape[1])  # beyond the documents of these rows it is 0
         reference_BA[:, :known] = batch.reference[:, :known]
     documents_BT = batch.segment_ids + documents * np.arange(rows)[:, None]
     first_BT = documents_BT[batch.labels != IGNORE_INDEX]
-    return Pairs(loss, len(np.unique(first_BT // 2)), documents_BT.reshape(-1), reference_BA.reshape(-1))
+    values_A = np.zeros(rows * documents)
+    if isinstance(batch, PairBatch):
+        values_A[documents_BT] = batch.values
+    return Pairs(loss, len(np.unique(first_BT // 2)), documents_BT.reshape(-1), reference_BA.reshape(-1), values_A)

@@ -276,10 +276,14 @@ def _truncate_or_drop(
     seq_length = config.decoder.seq_length
     key = f"{section}.overlong"
     is_long = samples.lengths > seq_length
-    if config.loss is not None and overlong == "truncate" and is_long.any():
+    loss = config.loss
+    if loss is not None and overlong == "truncate" and is_long.any():
         first = int(is_long.argmax())
-        tokens = f"has {samples.lengths[first]} tokens, and a sequence {seq_length}"
-        rule = f"a pair stays whole in a sequence; pair {first + 1} of {source.name} {tokens}"
+        both = ""
+        if loss.answers == "labels":
+            both = " with the answer to another prompt"
+        tokens = f"has {samples.lengths[first]} tokens{both}, and a sequence {seq_length}"
+        rule = f"a {loss.unit} stays whole in a sequence; {loss.unit} {first + 1} of {source.name} {tokens}"
         fix = "set it to drop, or a larger model.model_config.seq_length"
         raise UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
     if overlong == "error" and is_long.any():

@@ -64,12 +64,12 @@ def evaluate_on_all_ranks(
         reported = _report_batches(itertools.islice(batches, data.max_batches), count, on_batch)
         result = evaluate(
             model, session.build_inputs, reported, should_stop, session.communicator, session.computes_together,
-            session.prefers,
+            session.loss,
         )  # fmt: skip
     if result is None:
         return None
     perplexity_of_tokens = None
-    if result.margin is None:
+    if session.loss is None:
         perplexity_of_tokens = perplexity(result.loss)
     return EvalMetrics(
         step=step,

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from mindspore import Parameter
 
     from trainer.config import Config
+    from trainer.config.schema.runner import LossConfig
     from trainer.parallel.collectives import ProcessGroup
 
 Model: TypeAlias = Decoder | Classifier
@@ -84,9 +85,11 @@ class Session:
     device: str = "CPU"
 
     @property
-    def prefers(self) -> bool:
-        """Whether the loss is that of pairs of answers."""
-        return isinstance(self.build_inputs, InputBuilder) and self.build_inputs.loss is not None
+    def loss(self) -> LossConfig | None:
+        """Returns the loss of answers that are compared; None if it is that of tokens or images."""
+        if isinstance(self.build_inputs, InputBuilder):
+            return self.build_inputs.loss
+        return None
 
     def unsharded_weights(self) -> contextlib.AbstractContextManager[None]:
         """Unshards the weights of ZeRO stage 3 while the block lasts; all ranks enter it together.
@@ -272,8 +275,8 @@ def open_training(
         shards_gradients=bool(shards) and zero_level(config) != "level1",
         qk_clip_threshold=threshold,
         measures_logits=measures_logits(config) and on_arrays(config, session.device, world),
-        prefers=config.loss is not None,
         averages=averages,
+        loss=config.loss,
     )
 
 

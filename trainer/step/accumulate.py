@@ -74,7 +74,7 @@ class StepGradients:
         empty: Micro-batches of all ranks without a loss token.
         gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None if the global
             batch has no loss token.
-        others: Auxiliary losses by name, before their factors, each a mean over its labels.
+        others: Auxiliary losses by name, before their factors, each a mean over its labels; none without labels.
         routing: Counts over all ranks, tensors on a device.
         norms: Norms of the gradients, if they were requested.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank; None where
@@ -274,7 +274,7 @@ def _reduce_and_read(
         tokens=tokens,
         empty=empty,
         gradients=reduced.gradients,
-        others={name: float(read[name]) / max(weight, 1) for name, weight in zip(others, weights, strict=True)},
+        others={name: float(read[name]) / weight for name, weight in zip(others, weights, strict=True) if weight},
         routing=routing,
         router_rates=router_rates,
         norms=norms,

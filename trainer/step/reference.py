@@ -79,7 +79,7 @@ def _describe_data(loader: BatchLoader, sequences: int) -> tuple[int, str]:
         documents = max(documents, int(batch.segment_ids.max()) // 2 * 2 + 2)
         for array in batch:
             digest.update(f"{list(array.shape)}".encode())
-            digest.update(np.ascontiguousarray(array).data)
+            digest.update(array.tobytes())
     return documents, digest.hexdigest()
 
 
@@ -103,7 +103,8 @@ def _compute(
         missing = first + size - end
         if missing:
             batch = concatenate(batch, loader.dataset.padding(missing))
-        inputs = build_inputs(PairBatch(*batch, np.zeros((size, documents))))
+        assert isinstance(batch, PairBatch)
+        inputs = build_inputs(batch._replace(reference=np.zeros((size, documents))))
         model(inputs)
         found_BD = inputs.pairs.log_probs_A.reshape(size, -1)[: end - first]
         log_probs[first:end, : found_BD.shape[1]] = found_BD[:, :documents]

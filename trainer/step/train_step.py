@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from mindspore import ParameterTuple, Tensor, ops
 
+from trainer.arrays.preferences import add_margin, divergence
 from trainer.data.batches.batch import Batch, count_pairs
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
@@ -47,7 +48,7 @@ from trainer.step.guards import UpdateGuard
 from trainer.storage.tensor_file import ArrayOrLazyArray
 
 if TYPE_CHECKING:
-    from trainer.config.schema.runner import RunnerWrapper
+    from trainer.config.schema.runner import LossConfig, RunnerWrapper
     from trainer.models.decoder import Decoder
     from trainer.optim.averages import WeightAverages
     from trainer.optim.optimizer import Optimizer
@@ -116,8 +117,9 @@ class TrainStep:
         qk_clip_threshold: The attention logit above which QK-clip scales a head of latent attention after an update;
             None: no head.
         measures_logits: Whether native layers measure the largest attention logits; QK-clip requires it.
-        prefers: Whether the loss is that of pairs of answers, a mean over the pairs of the global batch.
         averages: Averages of the weights, which are updated after each update of the weights; None: none.
+        loss: The loss of answers that are compared, a mean over the pairs or records of the global batch; None: of
+            tokens or images.
     """
 
     computes_together = False  # ranks evaluate different batches
@@ -137,8 +139,8 @@ class TrainStep:
         shards_gradients: bool = False,
         qk_clip_threshold: float | None = None,
         measures_logits: bool = False,
-        prefers: bool = False,
         averages: WeightAverages | None = None,
+        loss: LossConfig | None = None,
     ) -> None:
         self.averages = averages
         self.model = model
@@ -152,8 +154,11 @@ class TrainStep:
         self.pipeline = pipeline
         self.first_weights = ""  # the digest of the weights that a loss of preferences compares with
         self.count_items: Callable[[Any], int] = count_loss_tokens
-        if prefers:
+        self.has_labels = False
+        self.divergence: float | None = None  # of the global batch, for the loss of labelled answers
+        if loss is not None:
             self.count_items = count_pairs
+            self.has_labels = loss.answers == "labels"
         names = list(optimizer.parameters)
         model.compute_weights.refresh()
         targets = model.compute_weights.grad_targets(names)
@@ -230,6 +235,8 @@ class TrainStep:
             self.load.start()
         if self.max_logits is not None:
             self.max_logits.start()
+        if self.has_labels:
+            self.divergence = self._global_divergence(micro_batches)
         run_pipeline = None
         if self.pipeline is not None:
             run_pipeline = partial(self.run_pipeline, self.pipeline, micro_batches)
@@ -240,6 +247,8 @@ class TrainStep:
         )  # fmt: skip
         self.model.compute_weights.end_step()
         result = apply_gradients(gradients, lr, self.optimizer, self.wrapper, self.guards)
+        if self.has_labels:
+            result = replace(result, losses=add_margin(result.losses))
         if self.max_logits is not None:
             logits_LH = self.max_logits.reduce_max()
             result = replace(result, max_logits=logits_LH)
@@ -268,7 +277,7 @@ class TrainStep:
         others = self.other_sums(batch, sums, self.communicator.reports_losses)
         if isinstance(call.inputs, ModelInputs) and call.inputs.pairs is not None:  # images have none
             pairs = call.inputs.pairs
-            others |= {name: (Tensor(np.float32(value)), pairs.count) for name, value in pairs.sums.items()}
+            others |= {name: (Tensor(np.float32(value)), count) for name, (value, count) in pairs.sums.items()}
         token_losses = None
         if self.communicator.reports_losses:
             token_losses = sums.tokens
@@ -280,7 +289,31 @@ class TrainStep:
         statistics = RouterStatistics(load=self.load)
         if self.max_logits is not None:
             statistics.max_logits = self.max_logits.local
-        return DecoderCall(self.build_inputs(batch), dropout, statistics)
+        inputs = self.build_inputs(batch)
+        if self.has_labels:
+            inputs.pairs.divergence = self.divergence
+        return DecoderCall(inputs, dropout, statistics)
+
+    def _global_divergence(self, micro_batches: Sequence[Batch]) -> float | None:
+        """Computes the divergence over all micro-batches and ranks; None if there is only one, which computes it."""
+        if len(micro_batches) == 1 and self.communicator.size == 1:
+            return None
+        self.divergence = None
+        total = 0.0
+        count = 0
+        for number, batch in enumerate(micro_batches):
+            if not self.count_items(batch):
+                continue
+            # With the dropout of the training pass, but without its gradients.
+            call = self.decoder_call(batch, number)._replace(statistics=None)
+            self.model(*call)
+            pairs = call.inputs.pairs
+            assert pairs is not None and pairs.labelled is not None
+            labelled = pairs.labelled
+            total += float(labelled.others_P.sum())
+            count += len(labelled.others_P)
+        total, count = self.communicator.all_reduce_exact([total, count])
+        return divergence(total, count)
 
     def run_pipeline(
         self,

@@ -8,10 +8,17 @@ from trainer.config.checks.parallel import parallel_degrees, shards_optimizer, z
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.config.schema.root import Config
+from trainer.config.schema.runner import LossConfig
 from trainer.models.spec.build import model_spec
 from trainer.parallel.world import World
 
 _KEY = "loss.type"
+_KEYS_OF_ONE = (
+    ("gamma", "simpo", "a margin"),
+    ("desirable_weight", "kto", "labels to weigh"),
+    ("undesirable_weight", "kto", "labels to weigh"),
+)
+_FIELDS = {"pairs": "chosen and rejected", "labels": "prompt, completion and label"}
 _RECORDS = ("JsonlDataset", "HFDataLoader", "CommonDataLoader")
 
 
@@ -31,10 +38,12 @@ def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterat
     if config.run_mode == "eval" and loss.needs_reference:
         rule = "run_mode eval does not know the weights before the training, which this loss compares with"
         yield problem(config, _KEY, rule, "evaluate during the training: do_eval")
-    if loss.type != "simpo" and config.source.where("loss.gamma"):
-        yield problem(config, "loss.gamma", f"only simpo has a margin, and loss.type is {loss.type}", "leave it out")
+    for name, kind, meaning in _KEYS_OF_ONE:
+        if loss.type != kind and config.source.where(f"loss.{name}"):
+            rule = f"only {kind} has {meaning}, and loss.type is {loss.type}"
+            yield problem(config, f"loss.{name}", rule, "leave it out")
     for section in (TRAIN, EVAL):
-        yield from _data_problems(config, section)
+        yield from _data_problems(config, loss, section)
 
 
 def _unsupported(config: Config, world: World, on_arrays: bool) -> Iterator[str]:
@@ -56,16 +65,16 @@ def _unsupported(config: Config, world: World, on_arrays: bool) -> Iterator[str]
         yield "sharded weights (level3)"
 
 
-def _data_problems(config: Config, section: str) -> Iterator[ConfigError]:
+def _data_problems(config: Config, loss: LossConfig, section: str) -> Iterator[ConfigError]:
     data = getattr(config, section)
     if data is None:
         return
     if data.data_loader.type not in _RECORDS:
         key = f"{section}.data_loader.type"
-        rule = "a loss of preferences needs records with chosen and rejected"
+        rule = f"a loss of preferences needs records with {_FIELDS[loss.answers]}"
         yield problem(config, key, rule, "write JsonlDataset or HFDataLoader, or leave out loss", because=_KEY)
     if data.packing == "cut":
-        rule = "a pair stays whole in a sequence"
+        rule = f"a {loss.unit} stays whole in a sequence"
         yield problem(config, f"{section}.packing", rule, "write whole or none, or leave it out")
     if data.train_on == "all":
         rule = "a loss of preferences compares answers, which carry loss without their prompt"

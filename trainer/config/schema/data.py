@@ -8,7 +8,7 @@ from trainer.config.schema.fields import BATCH, COUNT, LENGTH, REQUIRED, TOKEN_I
 
 _Field: TypeAlias = Literal[
     "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "text", "system",
-    "tools", "chosen", "rejected"]
+    "tools", "chosen", "rejected", "label"]
 TRAIN = "train_dataset"
 EVAL = "eval_dataset"
 IMAGES = "MnistDataset"

@@ -1,6 +1,6 @@
 """Batches, loss scale and gradients: YAML runner_config and runner_wrapper."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -12,6 +12,9 @@ def _validate_rampup(value: list[int]) -> list[int]:
         refuse_value("must be [start, increment, samples], of which start and increment are at least 1")
     return value
 
+
+Answers: TypeAlias = Literal["pairs", "labels"]
+"""The answers of a record: a chosen and a rejected one, or one with a label."""
 
 RampUp = Annotated[list[Annotated[int, Field(ge=0, le=COUNT)]], AfterValidator(_validate_rampup)]
 
@@ -52,18 +55,35 @@ class LossScaleSection(Section):
 
 
 class LossConfig(Section):
-    """The loss of pairs of a chosen and a rejected answer (YAML ``loss``)."""
+    """The loss of answers that are preferred, or judged one by one (YAML ``loss``)."""
 
-    type: Literal["dpo", "ipo", "simpo", "orpo"] = setting(
-        "dpo", "dpo and ipo compare with the log-probabilities of the first weights; simpo and orpo need no reference.")
+    type: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = setting(
+        "dpo", "dpo and ipo compare with the log-probabilities of the first weights; simpo and orpo need no reference."
+        " kto compares, too; its records have one answer each, with a label.")
     beta: float | None = setting(
         None, "Strength of the preference, the factor of the rewards. Default null: 0.1; of simpo 2.0.", gt=0)
     gamma: float = setting(0.5, "simpo: the margin of the rewards that is asked for. Default 0.5.", ge=0)
+    desirable_weight: float = setting(1.0, "kto: factor of the losses of desirable answers. Default 1.0.", ge=0)
+    undesirable_weight: float = setting(1.0, "kto: factor of the losses of undesirable answers. Default 1.0.", ge=0)
 
     @property
     def needs_reference(self) -> bool:
         """Returns whether the loss compares with the log-probabilities before the training."""
-        return self.type in ("dpo", "ipo")
+        return self.type in ("dpo", "ipo", "kto")
+
+    @property
+    def answers(self) -> Answers:
+        """Returns which answers each record of the data has."""
+        if self.type == "kto":
+            return "labels"
+        return "pairs"
+
+    @property
+    def unit(self) -> str:
+        """Returns what the loss is a mean over, for messages."""
+        if self.answers == "labels":
+            return "record"
+        return "pair"
 
 
 class RunnerWrapper(Section):

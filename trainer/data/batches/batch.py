@@ -5,7 +5,7 @@ Shape legend: B sequences of a micro-batch, T tokens of a sequence (``model_conf
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,17 +31,24 @@ class Batch(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """A `Batch` of pairs with the log-probabilities of their documents before the training.
+    """A `Batch` of answers that are compared.
 
-    Documents 2 k and 2 k + 1 of a sequence are the chosen and the rejected answer of a pair.
+    Documents 2 k and 2 k + 1 of a sequence are a pair: the chosen and the rejected answer to a prompt, or an answer
+    with a label and one to another prompt.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
     segment_ids: np.ndarray
+    values: np.ndarray
+    """float32 [B, T], at each token the label of its document, 1 for a desirable answer; 0 for pairs without labels."""
     reference: np.ndarray
-    """float64 [B, D], the sum over the loss tokens of each document; 0 where a sequence has fewer."""
+    """float64 [B, D], the sum of the log-probabilities of the loss tokens of each document before the training; 0 where
+    a sequence has fewer. [B, 0] where they are not known."""
+
+
+Batches = TypeVar("Batches", bound=Batch | PairBatch)
 
 
 def count_pairs(batch: Batch | PairBatch) -> int:
@@ -58,7 +65,14 @@ def padding_batch(size: int, seq_length: int) -> Batch:
     return Batch(zeros_BT, np.full_like(zeros_BT, IGNORE_INDEX), np.ascontiguousarray(positions_BT), zeros_BT.copy())
 
 
-def concatenate(first: Batch, second: Batch) -> Batch:
+def compared(batch: Batch, values_BT: np.ndarray | None = None) -> PairBatch:
+    """Makes a batch of pairs whose log-probabilities before the training are not known; without values they are 0."""
+    if values_BT is None:
+        values_BT = np.zeros(batch.labels.shape, np.float32)
+    return PairBatch(*batch, values_BT, np.zeros((len(batch.labels), 0)))
+
+
+def concatenate(first: Batches, second: Batches) -> Batches:
     """Appends the sequences of `second` to the sequences of `first`."""
     return type(first)(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))
 

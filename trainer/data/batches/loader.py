@@ -193,14 +193,14 @@ class BatchLoader:
             first = (index * self.ranks + self.rank) * self.batch_size
             indices = order[first : first + self.batch_size]
             batch = self._batch(indices)
-            if self.reference is None:
+            if self.reference is None or not isinstance(batch, PairBatch):
                 yield batch
             else:
                 reference_BD = np.zeros((self.batch_size, self.reference.shape[1]))
                 reference_BD[: len(indices)] = self.reference[indices]
-                yield PairBatch(*batch, reference_BD)
+                yield batch._replace(reference=reference_BD)
 
-    def _batch(self, indices: np.ndarray) -> Batch:
+    def _batch(self, indices: np.ndarray) -> Batch | PairBatch:
         """Reads sequences, filled up to a micro-batch."""
         missing = self.batch_size - len(indices)
         if not missing:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, padding_batch
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, PairBatch, compared, padding_batch
 from trainer.data.batches.best_fit import best_fit, pack_one_each
 from trainer.data.batches.split import DocumentSpans
 from trainer.data.tokens.token_file import TokenFile
@@ -48,10 +48,10 @@ class SequenceDataset(Protocol):
     content: str  # identifies the tokens of the data set and their packing
     packing: PackingReport | None  # None if nothing is packed
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch | PairBatch:
         """Reads the sequences with these numbers, in this order; raises IndexError if one is out of range."""
 
-    def padding(self, size: int) -> Batch:
+    def padding(self, size: int) -> Batch | PairBatch:
         """Makes sequences without loss, to fill up a last batch."""
 
     def count_documents(self) -> DocumentCounts:
@@ -192,8 +192,11 @@ class PackedDataset:
             token_file.meta.num_skipped,
         )  # fmt: skip
 
-    def padding(self, size: int) -> Batch:
-        return padding_batch(size, self.seq_length)
+    def padding(self, size: int) -> Batch | PairBatch:
+        batch = padding_batch(size, self.seq_length)
+        if self._pairs:
+            return compared(batch)
+        return batch
 
     def count_documents(self) -> DocumentCounts:
         samples = np.sort(self._samples)
@@ -202,7 +205,7 @@ class PackedDataset:
             spans = _documents_of_pairs(spans, self._token_file.offsets)
         return _count(self._token_file, spans)
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch | PairBatch:
         indices_B = checked_indices(indices, self.num_sequences)
         counts_B = self._starts[indices_B + 1] - self._starts[indices_B]
         sample_P = self._samples[np.repeat(self._starts[indices_B], counts_B) + index_within_groups(counts_B)]
@@ -216,7 +219,20 @@ class PackedDataset:
             lengths_P=spans.lengths,
             continues_P=np.zeros(len(spans.starts), bool),
         )
-        return _read(self._token_file, pieces, self.seq_length)
+        batch = _read(self._token_file, pieces, self.seq_length)
+        if self._pairs:
+            return compared(batch, self._values(batch, pieces))
+        return batch
+
+    def _values(self, batch: Batch, pieces: _SequenceSegments) -> np.ndarray | None:
+        """Returns the value of the document of each token, [B, T]; None if all are 0."""
+        if self._token_file.values is None:
+            return None
+        documents_P = np.searchsorted(self._token_file.offsets, pieces.starts_P, side="right") - 1
+        row_P = np.repeat(np.arange(len(batch.labels)), pieces.counts_B)
+        values_BD = np.zeros((len(batch.labels), int(batch.segment_ids.max()) + 1), np.float32)
+        values_BD[row_P, index_within_groups(pieces.counts_B)] = self._token_file.values[documents_P]
+        return np.take_along_axis(values_BD, batch.segment_ids, 1)
 
 
 def pairs_of_documents(documents: DocumentSpans) -> DocumentSpans:

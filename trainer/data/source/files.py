@@ -58,7 +58,7 @@ class DataSource:
     skips_bad_records: bool = False
     limit: int | None = None  # the most records to read; None for all
     notes: tuple[str, ...] = ()  # sentences for the user about the choice of files
-    reads_pairs: bool = False  # whether each record is a pair of a chosen and a rejected answer
+    answers: str = ""  # what each record has for a loss of preferences (`LossConfig.answers`); empty for others
 
     @property
     def size_bytes(self) -> int:
@@ -70,8 +70,8 @@ class DataSource:
         """Returns all settings that decide which samples are read, as a string to hash."""
         columns = sorted(self.columns.items())
         reading = f"{self.kind} {columns} {self.skips_bad_records} {self.limit}"
-        if self.reads_pairs:
-            reading += " pairs"
+        if self.answers:
+            reading += f" {self.answers}"
         return reading
 
 

@@ -85,8 +85,12 @@ def _record_source(config: Config, section: str, request: Request) -> DataSource
         _check_split(config, section, paths)
     described = tuple(describe_file(path, key, where) for path in paths)
     skips = loader.bad_records == "skip"
-    pairs = config.loss is not None
-    return DataSource(RECORDS, request.name, key, where, described, request.columns, skips, request.limit, notes, pairs)
+    answers = ""
+    if config.loss is not None:
+        answers = config.loss.answers
+    return DataSource(
+        RECORDS, request.name, key, where, described, request.columns, skips, request.limit, notes, answers
+    )
 
 
 def _check_split(config: Config, section: str, paths: list[Path]) -> None:

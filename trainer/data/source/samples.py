@@ -9,11 +9,15 @@ as absent, other fields are ignored):
 - ``prompt`` and ``completion``: two strings, or two lists of messages (TRL)
 - ``text``
 
-For a loss of preferences (`DataSource.reads_pairs`) a record has the answers ``chosen`` and ``rejected`` instead:
+For a loss of preferences (`DataSource.answers`) a record has the answers ``chosen`` and ``rejected`` instead:
 
 - two strings after ``prompt`` (a string) or ``instruction`` and ``input``
 - two lists of messages, or two messages, after ``prompt``, ``messages`` or ``conversations`` (lists of messages)
 - without any of these, or with a string beside lists, the prompt is what both answers begin with (TRL)
+
+Or it has ``prompt``, ``completion`` and a ``label``, true for a desirable answer (TRL); `DataSource.answers` tells.
+Beside its own answer, such a prompt has one that does not belong to it: that of the nearest earlier record with another
+prompt, at the beginning of the data of the first such record.
 
 A conversation may have ``tools``, and ``system`` for a system message before the others.
 """
@@ -21,7 +25,7 @@ A conversation may have ``tools``, and ``system`` for a system message before th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -45,6 +49,10 @@ _ANSWERS = ("chosen", "rejected")
 _PROMPTS = ("prompt", "messages", "conversations")
 _PAIRS_FIX = (
     "give each record `chosen` and `rejected`, as texts or as lists of messages, with their `prompt`, or set "
+    "data_loader.columns to the names of its columns"
+)
+_LABELS_FIX = (
+    "give each record `prompt` and `completion`, as texts or as lists of messages, and `label`, true or false, or set "
     "data_loader.columns to the names of its columns"
 )
 _EMPTY = "its content is empty"
@@ -71,7 +79,9 @@ class Sample(NamedTuple):
     prompt: str  # carries no loss
     text: str  # carries loss
     where: str  # "file:line" or "file: record N"
-    rejected: Sample | None = None  # the other sample of a pair, of which this one is preferred
+    other: Sample | None = None  # with the rejected answer, or with one that does not belong to the prompt
+    value: float = 0.0  # 1 if a labelled answer is desirable, else 0
+    prompt_turns: int = 0  # of a labelled answer: the messages before it
 
 
 class EmptyAnswerError(UserError):
@@ -102,10 +112,19 @@ def read_samples(source: DataSource, skipped: SkippedRecords) -> Iterator[tuple[
     report = raise_error
     if source.skips_bad_records:
         report = skipped.add
+    samples = _read_single_samples(source, skipped, report)
+    if source.answers == "labels":
+        samples = _with_mismatches(samples, source)
+    return samples
+
+
+def _read_single_samples(
+    source: DataSource, skipped: SkippedRecords, report: Callable[[UserError], None]
+) -> Iterator[tuple[Sample, int]]:
     records = (record for file in source.files for record in read_records(source, file, report))
     for record in islice(records, source.limit):
         try:
-            sample = to_sample(record, source.columns, source.reads_pairs)
+            sample = to_sample(record, source.columns, source.answers)
         except EmptyAnswerError as error:
             skipped.add(error)
             continue
@@ -116,12 +135,54 @@ def read_samples(source: DataSource, skipped: SkippedRecords) -> Iterator[tuple[
             yield sample, record.source_bytes
 
 
-def to_sample(record: Record, columns: Mapping[str, str], reads_pairs: bool = False) -> Sample | None:
+def _with_mismatches(samples: Iterator[tuple[Sample, int]], source: DataSource) -> Iterator[tuple[Sample, int]]:
+    """Gives each sample the other one with its prompt and the nearest earlier answer to another prompt.
+
+    Raises:
+        UserError: All samples have the same prompt, or some are texts and others conversations.
+    """
+    waiting: list[tuple[Sample, int]] = []  # those of the first prompt, until another one comes
+    earlier: Sample | None = None
+    last: Sample | None = None
+    for sample, source_bytes in samples:
+        if last is not None and _prompt_of(last) != _prompt_of(sample):
+            earlier = last
+        last = sample
+        if earlier is None:
+            waiting.append((sample, source_bytes))
+            continue
+        for first, first_bytes in waiting:
+            yield first._replace(other=_mismatch(first, sample)), first_bytes
+        waiting = []
+        yield sample._replace(other=_mismatch(sample, earlier)), source_bytes
+    if waiting:
+        rule = f"all {len(waiting)} records have the same prompt, and kto compares with answers to other prompts"
+        raise UserError(rule, where=source.where, key=source.key, value=source.name, fix="add records")
+
+
+def _prompt_of(sample: Sample) -> object:
+    if sample.messages is None:
+        return sample.prompt
+    return sample.messages[: sample.prompt_turns]
+
+
+def _mismatch(sample: Sample, answered: Sample) -> Sample:
+    """Returns the prompt of the first sample with the answer of the second."""
+    if sample.messages is None and answered.messages is None:
+        return sample._replace(text=answered.text)
+    if sample.messages is None or answered.messages is None:
+        rule = f"its prompt is text and that of {answered.where} a list of messages, or the reverse"
+        raise UserError(rule, where=sample.where, fix="write all records in the same form")
+    messages = sample.messages[: sample.prompt_turns] + answered.messages[answered.prompt_turns :]
+    return sample._replace(messages=messages)
+
+
+def to_sample(record: Record, columns: Mapping[str, str], answers: str = "") -> Sample | None:
     """Makes a sample from a record; None for an empty text.
 
     Args:
         columns: Our name of a field -> the name of the column of the file that holds it.
-        reads_pairs: Whether the record must be a pair of answers.
+        answers: What the record must have, see `DataSource.answers`.
 
     Raises:
         UserError: The record has none of the forms, a column is missing, a field has the wrong type, content is empty,
@@ -129,11 +190,13 @@ def to_sample(record: Record, columns: Mapping[str, str], reads_pairs: bool = Fa
     """
     fields = _Fields(record, columns)
     try:
-        if reads_pairs:
+        if answers == "labels":
+            sample = _labelled(fields)
+        elif answers:
             sample = _pair(fields)
         else:
             sample = _make_sample(fields)
-        for each in (sample, sample and sample.rejected):
+        for each in (sample, sample and sample.other):
             if each is not None:
                 _check_unicode(each)
         return sample
@@ -292,7 +355,24 @@ def _pair(fields: _Fields) -> Sample:
         chosen, rejected = _text_pair(fields)
     else:
         chosen, rejected = _message_pair(fields)
-    return chosen._replace(rejected=rejected)
+    return chosen._replace(other=rejected)
+
+
+def _labelled(fields: _Fields) -> Sample:
+    """Returns the sample of an answer with a label."""
+    if not fields.has("prompt", "completion", "label"):
+        rule = f"the record has no prompt, completion and label, which the loss needs; {fields.names}"
+        raise UserError(rule, where=fields.where, fix=_LABELS_FIX)
+    label = fields.get("label")
+    if label not in (0, 1):  # True and False are equal to them
+        raise _wrong(fields.where, fields.key("label"), label, "true or false", "write true for a desirable answer")
+    sample = _completion(fields)
+    turns = 0
+    if sample.messages is not None:
+        answer = fields.get("completion")
+        turns = len(sample.messages) - len(answer)
+        _check_answer(fields, "completion", sample.messages[turns:])
+    return sample._replace(value=float(label), prompt_turns=turns)
 
 
 def _text_pair(fields: _Fields) -> tuple[Sample, Sample]:
@@ -331,15 +411,19 @@ def _message_pair(fields: _Fields) -> tuple[Sample, Sample]:
         rejected = rejected[same:]
     samples = []
     for key, answer in zip(_ANSWERS, (chosen, rejected), strict=True):
-        if not any(turn["role"] == "assistant" for turn in answer):
-            rule = "the answer has no turn of the assistant after the prompt"
-            raise UserError(rule, where=fields.where, key=fields.key(key), fix="add the turn, or remove the record")
+        _check_answer(fields, key, answer)
         earlier = [dict(turn) for turn in prompt]
         for turn in earlier:
             if turn["role"] == "assistant":
                 turn["weight"] = 0
         samples.append(_conversation(fields, earlier + answer))
     return samples[0], samples[1]
+
+
+def _check_answer(fields: _Fields, name: str, answer: Sequence[Mapping[str, Any]]) -> None:
+    if not any(turn["role"] == "assistant" for turn in answer):
+        rule = "the answer has no turn of the assistant after the prompt"
+        raise UserError(rule, where=fields.where, key=fields.key(name), fix="add the turn, or remove the record")
 
 
 def _answer(fields: _Fields, name: str) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@
 - A prompt with its completion is one text between the tokens that begin and end a document; the completion and the end
   carry loss.
 - A text carries loss in all its tokens, and in the token that ends it.
-- The two answers of a pair are two documents, the chosen one first.
+- The two answers of a pair are two documents, the chosen one first. So are an answer with a label and the answer to
+  another prompt.
 
 Prompt and answer are encoded together, as in use. A token carries loss if it covers a character that carries loss.
 """
@@ -35,6 +36,7 @@ class Encoded(NamedTuple):
     source_bytes: int  # bytes of the source that they consumed, for progress
     num_conversations: int = 0  # documents with a prompt: conversations, instructions, prompts with completions
     num_rendered: int = 0  # how many of these the chat template rendered
+    values: np.ndarray | None = None  # float32 [documents], `Sample.value` of each; None if all are 0
 
 
 class _UnencodedDocument(NamedTuple):
@@ -44,6 +46,7 @@ class _UnencodedDocument(NamedTuple):
     spans: Spans | None  # characters that carry loss; None if all do
     is_rendered: bool
     source_bytes: int
+    value: float = 0.0
 
 
 def encode_text_chunks(chunks: Iterable[TextChunk], tokenizer: Tokenizer, group_bytes: int) -> Iterator[Encoded]:
@@ -89,8 +92,8 @@ def encode_samples(
         for sample, source_bytes in samples:
             try:
                 answers = [_document(sample, template, train_on, source_bytes)]
-                if sample.rejected is not None:
-                    answers.append(_document(sample.rejected, template, train_on, 0))
+                if sample.other is not None:
+                    answers.append(_document(sample.other, template, train_on, 0))
             except EndlessTemplateError:
                 raise
             except UserError as error:
@@ -120,14 +123,14 @@ def _groups(items: Iterable, size_of: Callable[..., int], group_size: int) -> It
 def _document(sample: Sample, template: ChatTemplate, train_on: str, source_bytes: int) -> _UnencodedDocument:
     if sample.messages is not None and (template.is_given or not sample.text):
         text, spans = template.spans(sample.messages, sample.tools, train_on, sample.where)
-        return _UnencodedDocument(text, spans, True, source_bytes)
+        return _UnencodedDocument(text, spans, True, source_bytes, sample.value)
     if not sample.prompt:
-        return _UnencodedDocument(sample.text, None, False, source_bytes)
+        return _UnencodedDocument(sample.text, None, False, source_bytes, sample.value)
     text = sample.prompt + sample.text
     start = len(sample.prompt)
     if train_on == "all":
         start = 0
-    return _UnencodedDocument(text, [(start, len(text))], False, source_bytes)
+    return _UnencodedDocument(text, [(start, len(text))], False, source_bytes, sample.value)
 
 
 def _encode_documents(documents: Sequence[_UnencodedDocument], tokenizer: Tokenizer) -> Encoded:
@@ -161,6 +164,9 @@ def _encode_documents(documents: Sequence[_UnencodedDocument], tokenizer: Tokeni
     has_loss = None
     if masked:
         has_loss = np.concatenate(masks)
+    values = None
+    if any(document.value for document in documents):
+        values = np.array([document.value for document in documents], np.float32)
     return Encoded(
         np.concatenate(parts),
         has_loss,
@@ -168,6 +174,7 @@ def _encode_documents(documents: Sequence[_UnencodedDocument], tokenizer: Tokeni
         sum(document.source_bytes for document in documents),
         num_conversations=len(masked),
         num_rendered=sum(document.is_rendered for document in documents),
+        values=values,
     )
 
 

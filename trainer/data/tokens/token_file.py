@@ -5,6 +5,7 @@ A token file is a folder of the cache, named by a hash of content and settings::
     tokens.bin    uint16 or uint32 (by the tokenizer's vocabulary), all documents one after the other
     offsets.bin   int64 [documents + 1], where each document starts, and the end of the last
     mask.bin      uint8, 1 where a token carries loss; only if some token carries none
+    values.bin    float32 [documents], the label of each; only if some is not 0
     pages.bin     the checksum of each page of tokens.bin, then of each page of mask.bin
     meta.json     counts, sizes and checksums of the files; tokenizer and source
 
@@ -57,7 +58,9 @@ _ATTEMPTS = 10
 _WAIT_SECONDS = 0.05
 _PAGED = ("tokens.bin", "mask.bin")
 _PAGES = "pages.bin"
+_VALUES = "values.bin"
 _META = "meta.json"
+_STREAMS = ("tokens.bin", "offsets.bin", "mask.bin", _VALUES)
 
 Progress = Callable[[int, int], None]
 """Takes the bytes of the source that are done, and all of its bytes."""
@@ -89,7 +92,7 @@ class TokenFileMeta(StrictModel):
     source: str
     file_bytes: dict[str, Count]
     checksums: dict[str, Annotated[str, Field(pattern=DIGEST_PATTERN)]] = {}
-    """Checksums of offsets.bin, pages.bin and this file without its checksums; empty while it is written."""
+    """Of offsets.bin, values.bin, pages.bin and this file without its checksums; empty while it is written."""
 
     def compute_checksum(self) -> str:
         """Computes the checksum of this file without its checksums."""
@@ -101,6 +104,8 @@ class TokenFileMeta(StrictModel):
         sizes = {"tokens.bin": token_bytes, "offsets.bin": 8 * (self.num_documents + 1)}
         if self.has_mask:
             sizes["mask.bin"] = self.num_tokens
+        if _VALUES in self.file_bytes:
+            sizes[_VALUES] = 4 * self.num_documents
         pages = sum(PageChecks.count_pages(sizes[name]) for name in _PAGED if name in sizes)
         return sizes | {_PAGES: pages * DIGEST_BYTES}
 
@@ -115,6 +120,7 @@ class TokenFile:
     offsets: np.ndarray  # int64 [num_documents + 1]
     mask: np.ndarray | None  # uint8 [num_tokens], or None when every token carries loss
     checks: dict[str, PageChecks]  # for tokens.bin and mask.bin
+    values: np.ndarray | None = None  # float32 [num_documents], or None when all are 0
 
     def check(self, starts: np.ndarray, lengths: np.ndarray, names: Iterable[str] = ("tokens.bin", "mask.bin")) -> None:
         """Checks ranges of tokens that are about to be read.
@@ -156,14 +162,14 @@ def checked_token_file(path: Path, every_page: bool = False) -> TokenFile:
         DamagedTokenFile: The token file is missing or damaged.
     """
     meta = _read_meta(path)
-    dtypes = {"tokens.bin": np.dtype(meta.dtype), "offsets.bin": np.dtype(np.int64)}
+    dtypes = {"tokens.bin": np.dtype(meta.dtype), "offsets.bin": np.dtype(np.int64), _VALUES: np.dtype(np.float32)}
     arrays = {}
     for name in meta.file_bytes:
         try:
             arrays[name] = np.asarray(np.memmap(path / name, dtypes.get(name, np.dtype(np.uint8)), mode="r"))
         except (OSError, ValueError) as error:
             raise DamagedTokenFile(f"{name} cannot be read ({error})") from None
-    for name in ("offsets.bin", _PAGES):
+    for name in arrays.keys() & {"offsets.bin", _VALUES, _PAGES}:
         try:
             checksum = checksum_of_file(path / name)
         except OSError as error:
@@ -178,7 +184,9 @@ def checked_token_file(path: Path, every_page: bool = False) -> TokenFile:
     ends = np.cumsum([PageChecks.count_pages(arrays[name].nbytes) for name in paged])
     parts = zip(paged, np.split(digests, ends[:-1]), strict=True)
     checks = {name: PageChecks(arrays[name].view(np.uint8), part) for name, part in parts}
-    token_file = TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"), checks)
+    token_file = TokenFile(
+        path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"), checks, arrays.get(_VALUES)
+    )
     if every_page:
         try:
             token_file.check(np.array([0]), np.array([meta.num_tokens]))
@@ -302,9 +310,10 @@ class _Writer:
         self._num_loss_tokens = 0
         self._max_token_id = 0
         self._has_mask = False
+        self._has_values = False
 
     def __enter__(self) -> _Writer:
-        self._streams = {name: open(self._folder / name, "wb") for name in ("tokens.bin", "offsets.bin", "mask.bin")}
+        self._streams = {name: open(self._folder / name, "wb") for name in _STREAMS}
         self._streams["offsets.bin"].write(np.zeros(1, np.int64).tobytes())
         return self
 
@@ -319,6 +328,11 @@ class _Writer:
         self._write_mask(len(tokens), group.has_loss)
         self._streams["tokens.bin"].write(np.ascontiguousarray(tokens).data)
         self._streams["offsets.bin"].write(offsets.data)
+        values = group.values
+        if values is None:
+            values = np.zeros(len(offsets), np.float32)
+        self._has_values = self._has_values or bool(values.any())
+        self._streams[_VALUES].write(values.data)
         self._num_tokens += len(tokens)
         self._num_documents += len(offsets)
         self._num_conversations += group.num_conversations
@@ -354,9 +368,10 @@ class _Writer:
         """
         if self._num_documents == 0:
             raise no_text_error(source, skipped.num_skipped, str(skipped.first or ""))
-        if not self._has_mask:
-            self._streams.pop("mask.bin").close()
-            (self._folder / "mask.bin").unlink()
+        for name, is_needed in (("mask.bin", self._has_mask), (_VALUES, self._has_values)):
+            if not is_needed:
+                self._streams.pop(name).close()
+                (self._folder / name).unlink()
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -385,7 +400,8 @@ class _Writer:
             source=replace_surrogates(source.name),
             file_bytes=file_bytes,
         )
-        checksums = {name: checksum_of_file(self._folder / name) for name in ("offsets.bin", _PAGES)}
+        summed = file_bytes.keys() & {"offsets.bin", _VALUES, _PAGES}
+        checksums = {name: checksum_of_file(self._folder / name) for name in sorted(summed)}
         meta = meta.model_copy(update={"checksums": checksums | {_META: meta.compute_checksum()}})
         with open(self._folder / _META, "w", encoding="utf-8") as stream:
             stream.write(meta.model_dump_json(indent=1))

@@ -23,8 +23,8 @@ EARLIER = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "
 
 
 def pair_of(**fields: object) -> Sample:
-    sample = to_sample(Record(fields, "data.jsonl:3", 0), {}, reads_pairs=True)
-    assert sample is not None and sample.rejected is not None
+    sample = to_sample(Record(fields, "data.jsonl:3", 0), {}, "pairs")
+    assert sample is not None and sample.other is not None
     return sample
 
 
@@ -41,12 +41,12 @@ CONVERSATIONS = [
 @pytest.mark.parametrize("fields", CONVERSATIONS)
 def test_conversations(fields: dict) -> None:
     sample = pair_of(**fields)
-    assert sample.messages == [USER, GOOD] and sample.rejected.messages == [USER, BAD]
+    assert sample.messages == [USER, GOOD] and sample.other.messages == [USER, BAD]
 
 
 def test_only_the_answers_carry_loss() -> None:
     sample = pair_of(chosen=[*EARLIER, USER, GOOD], rejected=[*EARLIER, USER, BAD], system="Be brief.")
-    for each, answer in ((sample, GOOD), (sample.rejected, BAD)):
+    for each, answer in ((sample, GOOD), (sample.other, BAD)):
         assert each.messages[0] == {"role": "system", "content": "Be brief."}
         assert each.messages[1:] == [EARLIER[0], EARLIER[1] | {"weight": 0}, USER, answer]
 
@@ -54,12 +54,12 @@ def test_only_the_answers_carry_loss() -> None:
 def test_texts() -> None:
     sample = pair_of(prompt="2 + 2 =", chosen=" 4", rejected=" 5")
     assert (sample.prompt, sample.text) == ("2 + 2 =", " 4")
-    assert (sample.rejected.prompt, sample.rejected.text) == ("2 + 2 =", " 5")
+    assert (sample.other.prompt, sample.other.text) == ("2 + 2 =", " 5")
     sample = pair_of(chosen="2 + 2 = 4", rejected="2 + 2 = 5")  # as TRL finds the prompt
-    assert (sample.prompt, sample.text, sample.rejected.text) == ("2 + 2 =", " 4", " 5")
+    assert (sample.prompt, sample.text, sample.other.text) == ("2 + 2 =", " 4", " 5")
     sample = pair_of(instruction="Add.", input="2, 2", chosen="4", rejected="5")
-    assert sample.prompt == sample.rejected.prompt and sample.prompt.startswith("### Instruction:\nAdd.")
-    assert (sample.text, sample.rejected.text) == ("4", "5")
+    assert sample.prompt == sample.other.prompt and sample.prompt.startswith("### Instruction:\nAdd.")
+    assert (sample.text, sample.other.text) == ("4", "5")
 
 
 BAD_RECORDS = [
@@ -79,7 +79,7 @@ BAD_RECORDS = [
 @pytest.mark.parametrize(("fields", "rule"), BAD_RECORDS)
 def test_bad_records(fields: dict, rule: str) -> None:
     with pytest.raises(UserError, match=rule) as error:
-        to_sample(Record(fields, "data.jsonl:3", 0), {}, reads_pairs=True)
+        to_sample(Record(fields, "data.jsonl:3", 0), {}, "pairs")
     assert error.value.where == "data.jsonl:3" and error.value.fix
 
 
@@ -179,3 +179,91 @@ def test_the_loader_adds_the_reference_of_each_sequence(tmp_path: Path) -> None:
             np.testing.assert_array_equal(dataset.batch([number]).input_ids[0], batch.input_ids[row])
             seen.append(number)
     assert sorted(seen) == list(range(dataset.num_sequences))
+
+
+def labelled(count: int) -> list[dict]:
+    """Returns records of which two consecutive ones have the same prompt."""
+    return [
+        {"prompt": f"{number // 2}?", "completion": "ab"[number % 2] * (1 + number % 5), "label": number % 3 == 0}
+        for number in range(count)
+    ]
+
+
+def labelled_dataset(folder: Path, *records: dict, seq_length: int = 32, **sections: dict):
+    data = jsonl(folder / "labelled.jsonl", *records)
+    sizes = {"seq_length": seq_length}
+    loss = {"type": "kto"}
+    return build_train_dataset(
+        make_config(folder, data, loader={"type": "JsonlDataset"}, model=sizes, loss=loss, **sections)
+    )
+
+
+def test_a_labelled_answer_has_one_to_another_prompt(tmp_path: Path) -> None:
+    records = labelled(9)
+    dataset, held_out = labelled_dataset(tmp_path, *records, train={"held_out": 0.3})
+    assert held_out is not None
+    tokenizer = load_tokenizer(config_of(tmp_path), "train_dataset")
+    found = set()
+    for each in (dataset, held_out):
+        batch = each.batch(range(each.num_sequences))
+        assert isinstance(batch, PairBatch) and batch.reference.shape[1] == 0
+        for row in range(each.num_sequences):
+            for first in range(0, 2 * count_pairs(each.batch([row])), 2):
+                texts = []
+                for number in (first, first + 1):
+                    is_document = batch.segment_ids[row] == number
+                    texts.append(strip(tokenizer.decode(batch.input_ids[row][is_document].tolist())))
+                    assert set(batch.values[row][is_document]) <= {0.0, 1.0}
+                value = batch.values[row][batch.segment_ids[row] == first]
+                found.add((*texts, bool(value[0])))
+    others = [2, 2, 1, 1, 3, 3, 5, 5, 7]  # the nearest earlier record with another prompt; the first takes a later one
+    right = {
+        (each["prompt"] + each["completion"], each["prompt"] + records[other]["completion"], each["label"])
+        for each, other in zip(records, others, strict=True)
+    }
+    assert found == right
+
+
+def test_labelled_conversations(tmp_path: Path) -> None:
+    records = [
+        {"prompt": [*EARLIER, {"role": "user", "content": "2 + 2?"}], "completion": [GOOD], "label": True},
+        {"prompt": [USER], "completion": [BAD], "label": 0},
+    ]
+    template = tmp_path / "short.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    section = {"packing": "none", "chat_template": str(template)}
+    dataset, _ = labelled_dataset(tmp_path, *records, seq_length=48, train=section)
+    tokenizer = load_tokenizer(config_of(tmp_path), "train_dataset")
+    texts = []
+    for number in range(dataset.num_sequences):
+        batch = dataset.batch([number])
+        texts += [tokenizer.decode(batch.input_ids[0][batch.segment_ids[0] == place].tolist()) for place in (0, 1)]
+    assert sorted(texts) == ["2 + 2? 4 ", "2 + 2? 5 ", "Hi Hello 2 + 2? 4 ", "Hi Hello 2 + 2? 5 "]
+
+
+LABELLED = {"prompt": "a", "completion": "b", "label": True}
+BAD_LABELLED = [
+    ({"prompt": "a", "completion": "b"}, "no prompt, completion and label"),
+    (LABELLED | {"label": "yes"}, "it must be true or false"),
+    (LABELLED | {"label": 2}, "it must be true or false"),
+    (LABELLED | {"completion": " "}, "its content is empty"),
+    (LABELLED | {"prompt": [USER]}, "must be two strings or two lists"),
+    (LABELLED | {"prompt": [USER], "completion": [USER]}, "no turn of the assistant"),
+]
+
+
+@pytest.mark.parametrize(("fields", "rule"), BAD_LABELLED)
+def test_bad_labelled_records(fields: dict, rule: str) -> None:
+    with pytest.raises(UserError, match=rule) as error:
+        to_sample(Record(fields, "data.jsonl:3", 0), {}, "labels")
+    assert error.value.where == "data.jsonl:3" and error.value.fix
+
+
+def test_labelled_records_that_do_not_fit_together(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="all 2 records have the same prompt"):
+        labelled_dataset(tmp_path, LABELLED, LABELLED | {"completion": "c"})
+    conversation = {"prompt": [USER], "completion": [GOOD], "label": True}
+    with pytest.raises(UserError, match="its prompt is text and that of"):
+        labelled_dataset(tmp_path, conversation, LABELLED)
+    with pytest.raises(UserError, match="record 2 of .* has 44 tokens with the answer to another prompt, and"):
+        labelled_dataset(tmp_path, LABELLED, LABELLED | {"prompt": "?" * 20})
