@@ -178,7 +178,8 @@ class EvalPoint(NamedTuple):
     step: int
     loss: float  # nats per loss token; NaN if it was not finite
     seconds: float
-    accuracy: float | None  # of a classifier
+    accuracy: float | None  # of a classifier, or of answers that are compared
+    margin: float | None = None  # of answers that are compared
 
 
 class Skipped(NamedTuple):
@@ -243,10 +244,11 @@ class Metrics:
         if "eval_loss" in record:
             loss = _number(record["eval_loss"], _NAN)
             seconds = _number(record.get("eval_seconds"), 0.0)
-            accuracy = None
-            if record.get("eval_accuracy") is not None:
-                accuracy = _number(record["eval_accuracy"], _NAN)
-            self.evaluations.append(EvalPoint(step, loss, seconds, accuracy))
+            more: list[float | None] = [None, None]
+            for place, name in enumerate(("eval_accuracy", "eval_margin")):
+                if record.get(name) is not None:
+                    more[place] = _number(record[name], _NAN)
+            self.evaluations.append(EvalPoint(step, loss, seconds, *more))
             self.pauses.append(Pause(step, "evaluation", seconds))
         elif "loss" in record:
             self._add_step(step, record)

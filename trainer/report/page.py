@@ -24,7 +24,7 @@ from trainer import __version__
 from trainer.input_files import replace_surrogates
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves, Pause
-from trainer.report.record import RunData, clip_norm
+from trainer.report.record import RunData, clip_norm, loss_title
 from trainer.report.samples import read_report_samples
 
 _PAGE = Path(__file__).parent / "page"
@@ -142,6 +142,7 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
         "last_step": record.last_step,
         "left_seconds": _remaining_seconds(record, by_kind),
         "labels": labels,
+        "loss_title": loss_title(config),
         "model": _model_text(record),
         "tokens": tokens,
         "seconds": round_digits(training + sum(by_kind.values())),
@@ -150,8 +151,8 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
         "peak_bytes": record.peak_rss_bytes,
         "curves": _curve_data(curves),
         "charts": _charts(curves),
-        "evaluations": [[one.step, round_digits(one.loss, 6), round_digits(one.seconds, 3), round_digits(one.accuracy)]
-                        for one in evaluations],
+        "evaluations": [[one.step, round_digits(one.loss, 6), round_digits(one.seconds, 3), round_digits(one.accuracy),
+                         round_digits(one.margin)] for one in evaluations],
         "best": best_index,
         "clip": clip_norm(record),
         "skipped": [[one.step, one.reason[:200]] for one in _thin(metrics.skipped, _MAX_SKIPPED)],

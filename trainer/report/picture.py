@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
-from trainer.report.record import RunData, clip_norm
+from trainer.report.record import RunData, clip_norm, loss_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,7 +183,7 @@ def _draw_loss(axis: Axes, record: RunData) -> None:
                   markeredgecolor=_EVAL, label=f"best eval {best.loss:.4f} at step {best.step:,}")  # fmt: skip
     if record.resumes:
         axis.plot([], [], color=_RESUMED, linestyle=(0, (5, 4)), linewidth=1, label="resumed")
-    axis.set_title("loss (nats a token)", fontsize=9, loc="left")
+    axis.set_title(loss_title(record.config), fontsize=9, loc="left")
     axis.legend(fontsize=9)
 
 

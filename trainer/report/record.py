@@ -233,6 +233,15 @@ def _changed(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def loss_title(config: Config | None) -> str:
+    """Returns the title of a chart of the loss, with its unit."""
+    if config is None:
+        return "loss (nats a token)"
+    if config.loss is not None:
+        return f"{config.loss.type} loss (mean of the {config.loss.unit}s)"
+    return f"loss (nats a {config.network.labels_text.removesuffix('s')})"
+
+
 def clip_norm(record: RunData) -> float | None:
     """Returns the largest gradient norm after clipping; None unless the global norm is clipped."""
     if record.config is None:

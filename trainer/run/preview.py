@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.config.checks.rules import evaluation_data_error
 from trainer.data import IGNORE_INDEX, Batch, SequenceDataset, Tokenizer, build_eval_dataset, build_train_dataset
+from trainer.data.batches.batch import PairBatch
 from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.loader import epoch_order
 from trainer.data.datasets import EVAL, TRAIN, find_tokenizer
@@ -23,6 +24,7 @@ from trainer.tables import Rows, Section, print_sections
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.config.schema.runner import LossConfig
 
 _PERCENTILES = (0, 10, 25, 50, 75, 90, 99, 100)
 _BAR_COLUMNS = 40
@@ -39,12 +41,14 @@ class Segment(NamedTuple):
     Attributes:
         labels: The next token of each token; -100 if the label is masked.
         trained_text: The text of the labels that are not masked.
+        answer: What a loss of preferences takes the document for; empty for other losses.
     """
 
     tokens: list[int]
     labels: list[int]
     text: str
     trained_text: str
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,11 +125,31 @@ def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
     rows = []
     if len(indices):
         batch = dataset.batch(indices)
-        rows = [split_segments(batch, row, tokenizer) for row in range(len(indices))]
+        rows = [_name_answers(config.loss, batch, row, split_segments(batch, row, tokenizer))
+                for row in range(len(indices))]  # fmt: skip
     return Preview(rows, _statistics(dataset, tokenizer), tokenizer)
 
 
-def split_segments(batch: Batch, row: int, tokenizer: Tokenizer | TokenIds) -> list[Segment]:
+def _name_answers(
+    loss: LossConfig | None, batch: Batch | PairBatch, row: int, segments: list[Segment]
+) -> list[Segment]:
+    """Names the documents that a loss of preferences compares."""
+    if loss is None or not isinstance(batch, PairBatch):
+        return segments
+    named = []
+    for number, segment in enumerate(segments):
+        if loss.answers == "pairs":
+            answer = ("chosen", "rejected")[number % 2]
+        elif number % 2:
+            answer = "answer to another prompt"
+        else:
+            value = batch.values[row][batch.segment_ids[row] == number][0]
+            answer = ("undesirable", "desirable")[int(value)]
+        named.append(segment._replace(answer=answer))
+    return named
+
+
+def split_segments(batch: Batch | PairBatch, row: int, tokenizer: Tokenizer | TokenIds) -> list[Segment]:
     """Splits a sequence into its documents, without padding."""
     ids = batch.input_ids[row]
     labels = batch.labels[row]
@@ -203,12 +227,19 @@ def print_preview(config: Config, num_rows: int, as_json: bool) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if as_json:
-        rows: list[dict[str, Any]] = [{"segments": [segment._asdict() for segment in row]} for row in data.rows]
+        rows: list[dict[str, Any]] = [{"segments": list(map(_json_of, row))} for row in data.rows]
         print(json.dumps({"rows": rows, "statistics": asdict(data.statistics)}))
         return EXIT_OK
     _print_rows(data)
     print_sections(_sections(data.statistics))
     return EXIT_OK
+
+
+def _json_of(segment: Segment) -> dict[str, Any]:
+    fields = segment._asdict()
+    if not segment.answer:
+        del fields["answer"]
+    return fields
 
 
 def _print_rows(data: Preview) -> None:
@@ -222,7 +253,10 @@ def _print_rows(data: Preview) -> None:
         for place, segment in enumerate(row, start=1):
             with_loss = sum(label != IGNORE_INDEX for label in segment.labels)
             tokens = format_count(len(segment.tokens), "tokens")
-            head = f"row {number}, document {place} of {len(row)}: {tokens}, {with_loss} with loss"
+            name = f"row {number}, document {place} of {len(row)}"
+            if segment.answer:
+                name += f", {segment.answer}"
+            head = f"{name}: {tokens}, {with_loss} with loss"
             parts = [(text.translate(_ESCAPED), has_loss) for text, has_loss in _parts(segment, data.tokenizer)]
             if has_colour:
                 _print_coloured(head, parts)

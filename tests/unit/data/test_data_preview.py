@@ -112,6 +112,34 @@ def test_text_is_counted_too(tmp_path):
     assert len(segment.tokens) == 8 and segment.labels[:-1] == segment.tokens[1:]
 
 
+PAIR = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
+LABELLED = [{"prompt": f"{number}?", "completion": "yn"[number], "label": not number} for number in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "records", "names"),
+    [
+        ("dpo", [PAIR], [{"= 4": "chosen", "= 5": "rejected"}]),
+        ("kto", LABELLED, [{"0?y": "desirable", "0?n": "answer to another prompt"},
+                           {"1?n": "undesirable", "1?y": "answer to another prompt"}]),
+    ],
+)  # fmt: skip
+def test_answers_have_names(tmp_path, kind, records, names):
+    path = jsonl(tmp_path / "a.jsonl", *records)
+    train = {"packing": "none"}
+    make_config(
+        tmp_path, path, loader={"type": "JsonlDataset"}, model={"seq_length": 64}, train=train, loss={"type": kind}
+    )
+    found = json.loads(run_data(tmp_path, "--json").stdout)
+    shown = [{each["text"].removesuffix("<|endoftext|>")[-3:]: each["answer"] for each in row["segments"]}
+             for row in found["rows"]]  # fmt: skip
+    assert sorted(shown, key=str) == sorted(names, key=str)
+    printed = run_data(tmp_path).stdout
+    for row in names:
+        for place, name in enumerate(row.values(), start=1):
+            assert f"document {place} of 2, {name}: " in printed
+
+
 def test_padding_is_no_segment(tmp_path):
     dataset, _ = build_datasets(config_of(tmp_path, train={"packing": "none"}))
     batch = dataset.batch([0])

@@ -180,6 +180,29 @@ def test_a_browser_draws_it(browser: Browser, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_browser_draws_rewards(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=2)
+    (folder / "config.yaml").write_text(dump_config(load_config(str(REPOSITORY / "configs" / "dpo.yaml"))))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 41):
+            rewards = {"chosen": step / 10, "rejected": -step / 10, "margins": step / 5, "accuracies": 0.5 + step / 100}
+            record = {"step": step, "loss": 1 / step} | {f"rewards/{name}": rewards[name] for name in rewards}
+            print(json.dumps(record), file=file)
+            if step % 20 == 0:
+                evaluated = {"eval_loss": 0.7, "eval_accuracy": step / 50, "eval_margin": step / 8}
+                print(json.dumps({"step": step, "eval_seconds": 1.0} | evaluated), file=file)
+    shown(browser, folder)
+    titles = browser.run("return [...document.querySelectorAll('h2')].map(each => each.textContent)")
+    assert titles[:4] == ["dpo loss (mean of the pairs)", "rewards", "reward margin", "reward accuracy"]
+    # The columns of a plot: steps, then one for each line.
+    values = browser.run("return [...plots].slice(1, 4).map(plot => plot.data.map(each => each[19]))")
+    assert values == [[20, 2, -2], [20, 4, 2.5], [20, 0.7, 0.4]]
+    text = browser.run("return document.querySelector('main').textContent")
+    assert "chosen" in text and "rejected" in text and "accuracy40 %" in text
+    assert min(browser.run(COLOURED)) > 100, "each canvas has a curve"
+
+
+@pytest.mark.slow
 def test_a_page_of_a_run_that_was_killed_says_that_it_is_old(browser: Browser, tmp_path: Path) -> None:
     data = report_data(read_run(make_run(tmp_path / "run", running=True)), interval=2.0)
     state = "return document.querySelector('.state').textContent"

@@ -93,7 +93,7 @@ def test_what_is_no_step(tmp_path: Path) -> None:
         *steps(1, 1),
         {"step": 2, "loss": 9.0, "overflow": True},
         {"step": 3, "loss": 3.0, "skipped": "norm 9 above 5", "save_wait_seconds": 0.75},
-        {"step": 3, "epoch": 1, "eval_loss": 2.5, "eval_seconds": 1.5, "eval_accuracy": 0.5},
+        {"step": 3, "epoch": 1, "eval_loss": 2.5, "eval_seconds": 1.5, "eval_accuracy": 0.5, "eval_margin": 0.25},
         {"step": 3, "restart": {"number": 1, "reason": "rank 1 failed"}},
         {"step": 4, "loss": 2.0},
         {"step": 4, "eval_loss": None, "eval_seconds": 1.0},
@@ -107,7 +107,7 @@ def test_what_is_no_step(tmp_path: Path) -> None:
         Pause(2, "checkpoint", 0.75), Pause(3, "evaluation", 1.5), Pause(4, "evaluation", 1.0),
         Pause(4, "evaluation", 1.0), Pause(4, "checkpoint", 0.25),
     ]  # fmt: skip
-    assert found.best == found.evaluations[0] and found.best.accuracy == 0.5
+    assert found.best == found.evaluations[0] and (found.best.accuracy, found.best.margin) == (0.5, 0.25)
     assert math.isnan(found.evaluations[1].loss)
     assert found.restarts == [{"number": 1, "reason": "rank 1 failed", "step": 3}]
     assert (found.first_step, found.last_step) == (1, 4)

@@ -126,7 +126,7 @@ function lossSpec(data, controls) {
       dots: true, width: 2, best: data.best, keeps: 0.98 });
     keys.push({ kind: "dot", color: color("eval"), label: "eval" });
   }
-  return { title: `loss (nats a ${data.labels.replace(/s$/, "")})`, height: 300, domain: domain(data), stride, lines, keys: [...keys, ...resumeKey(data)],
+  return { title: data.loss_title, height: 300, domain: domain(data), stride, lines, keys: [...keys, ...resumeKey(data)],
     flags: marks(data), log: choices.log, controls };
 }
 
@@ -135,18 +135,25 @@ const SMALL = {
   global_norm: { title: "gradient norm", zero: true },
   input_tokens_per_second: { title: "tokens/s", zero: true },
   peak_rss_bytes: { title: "memory", zero: true, format: bytes },
+  "rewards/chosen": { title: "rewards" },
+  "rewards/margins": { title: "reward margin" },
+  "rewards/accuracies": { title: "reward accuracy", zero: true, format: percent, axis: percent },
   mfu: { title: "model FLOPs utilization", zero: true, format: percent, axis: percent },
 };
 
 function smallCharts(data) {
   const made = [];
   for (const name of data.charts) {
+    if (name === "rewards/rejected" && data.charts.includes("rewards/chosen")) continue; // in one chart
     const known = SMALL[name] || { title: name.replaceAll("_", " ") };
     const spec = { domain: domain(data), stride: data.curves.stride, lines: [series(data, name, { label: known.title, width: 1.4 })],
       keys: [], flags: [], ...known };
     if (name === "global_norm") normExtras(spec, data);
     if (name === "input_tokens_per_second") rateExtras(spec, data);
     if (name === "peak_rss_bytes") memoryExtras(spec, data);
+    if (name === "rewards/chosen") rewardExtras(spec, data);
+    if (name === "rewards/accuracies") evalDots(spec, data, 3);
+    if (name === "rewards/margins") evalDots(spec, data, 4);
     spec.flags.push(...marks(data));
     made.push(spec);
   }
@@ -163,6 +170,22 @@ function normExtras(spec, data) {
   if (data.skipped_count) {
     spec.keys.push({ kind: "tick", color: color("bad"), label: data.skipped_count === 1 ? "1 step skipped" : `${count(data.skipped_count)} steps skipped` });
   }
+}
+
+function rewardExtras(spec, data) {
+  spec.lines[0].label = "chosen";
+  spec.keys.push({ kind: "", color: color("train"), label: "chosen" });
+  if (!data.curves.fields["rewards/rejected"]) return;
+  spec.lines.push(series(data, "rewards/rejected", { label: "rejected", color: color("bad"), width: 1.4 }));
+  spec.keys.push({ kind: "", color: color("bad"), label: "rejected" });
+}
+
+function evalDots(spec, data, place) {
+  const evaluated = data.evaluations.filter((each) => each[place] !== null);
+  if (!evaluated.length) return;
+  spec.lines.push({ label: "eval", color: color("eval"), x: evaluated.map((each) => each[0]), y: evaluated.map((each) => each[place]),
+    dots: true, width: 2 });
+  spec.keys.push({ kind: "", color: color("train"), label: "train" }, { kind: "dot", color: color("eval"), label: "eval" });
 }
 
 function memoryExtras(spec, data) {
