@@ -21,6 +21,7 @@ from mindspore import dtype as mstype
 from trainer.arrays.embedding import CpuEmbedding
 from trainer.arrays.memory import host_array, narrow_weight
 from trainer.arrays.onednn import BFLOAT16
+from trainer.arrays.stored import StoredMatrix, decompress
 from trainer.arrays.tiles import SublayerCall
 
 if TYPE_CHECKING:
@@ -65,12 +66,15 @@ class PartWeights:
         narrow: Names of the weights that products take in this dtype.
         unsharded: Returns a context in which sharded parameters are unsharded.
         centered: Names of norms whose weights are zero-centered: the part takes 1 + weight.
+        by_rows: Names of large matrices that the part takes as a `StoredMatrix` if they are held in few bytes; others
+            are decompressed as a whole for each pass.
     """
 
     def __init__(
         self, named: Mapping[str, Parameter], dtype: str, narrow: Collection[str] = (),
-        unsharded: Unsharded = keep_sharding, centered: Collection[str] = (),
+        unsharded: Unsharded = keep_sharding, centered: Collection[str] = (), by_rows: Collection[str] = (),
     ) -> None:  # fmt: skip
+        self.by_rows = frozenset(by_rows)
         self.centered = tuple(name for name in centered if name in named)
         self.named = dict(named)
         self.unsharded = unsharded
@@ -81,10 +85,22 @@ class PartWeights:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the weights by name, in the dtypes in which the part computes with them."""
-        arrays = {name: host_array(weight) for name, weight in self.named.items()}
-        for name in self.centered:
-            arrays[name] = 1 + arrays[name]
-        return arrays | {name: narrow_weight(arrays[name], self.dtype) for name in self.narrow if name in arrays}
+        arrays: dict[str, Any] = {}
+        for name, weight in self.named.items():
+            dtype = np.float32
+            if name in self.narrow:
+                dtype = self.dtype
+            if isinstance(weight, (Parameter, Tensor)):
+                arrays[name] = host_array(weight)
+                if name in self.centered:
+                    arrays[name] = 1 + arrays[name]
+                if dtype != np.float32:
+                    arrays[name] = narrow_weight(arrays[name], dtype)
+            elif name in self.by_rows:
+                arrays[name] = StoredMatrix(weight.numbers, dtype)
+            else:
+                arrays[name] = decompress(weight.numbers, dtype)
+        return arrays
 
     @property
     def trained(self) -> list[str]:

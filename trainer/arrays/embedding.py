@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import empty, store
+from trainer.arrays.stored import StoredMatrix
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 _FEW_TIMES = 8  # that a token of a batch comes
 
 
-def embedding_rows(weight_VE: np.ndarray, ids_N: np.ndarray, out_NE: np.ndarray) -> None:
+def embedding_rows(weight_VE: np.ndarray | StoredMatrix, ids_N: np.ndarray, out_NE: np.ndarray) -> None:
     """Writes the rows of the tokens; the matrix has all of them."""
+    if isinstance(weight_VE, StoredMatrix):
+        weight_VE.look_up(ids_N, out_NE)
+        return
     np.take(weight_VE, ids_N, axis=0, out=out_NE, mode="clip")  # other modes copy `out`
 
 

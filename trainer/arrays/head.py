@@ -22,6 +22,7 @@ from mindspore import Tensor
 
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
+from trainer.arrays.stored import StoredMatrix, rows_of
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm, shared_product, soft_cap
 from trainer.models.spec.saved import logit_rows
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _INPUT_GRADIENT_ROWS = 64  # that a thread takes at once
 _COLUMNS = 1024  # of the vocabulary, that a thread takes at once
+_DECOMPRESSED = 1 << 13  # rows of a matrix in few bytes that threads decompress at once
 _ROWS = 32  # of a softmax that a thread takes at once
 _SMALL_GRADIENTS = np.float32(1024)  # gradients of logits are below 1: in float16 times this, so that few become 0
 
@@ -90,7 +92,15 @@ class FusedLinearCrossEntropy:
         if weight_VE.dtype != np.float32:
             y_nE = to_bfloat16_if_needed(y_nE, np.empty(y_nE.shape, weight_VE.dtype))
         logits_nV = np.empty((len(y_nE), len(weight_VE)), np.float32)
-        shared_product(y_nE, weight_VE, logits_nV)
+        if isinstance(weight_VE, StoredMatrix):
+            host_threads().run(
+                row_blocks(slice(0, len(weight_VE)), _COLUMNS),
+                lambda columns, thread: operators().matmul(
+                    y_nE, weight_VE.read_rows(columns).T, logits_nV[:, columns]
+                ),
+            )
+        else:
+            shared_product(y_nE, weight_VE, logits_nV)
         if self.cap is not None:
             soft_cap(logits_nV, self.cap)
         return logits_nV
@@ -232,7 +242,7 @@ class FusedLinearCrossEntropy:
 
         def multiply(columns: slice, thread: int) -> None:
             """Computes the logits of some tokens of the vocabulary, for all rows."""
-            operators().matmul(y_nE, weight_VE[columns].T, logits_nV[:, columns])
+            operators().matmul(y_nE, rows_of(weight_VE, columns).T, logits_nV[:, columns])
 
         def normalise(rows: slice, thread: int) -> None:
             """Turns the logits of some rows into probabilities over this rank's tokens."""
@@ -303,10 +313,8 @@ class FusedLinearCrossEntropy:
         is_scaled = grad_nV.dtype == np.float16
 
         def compute_input_rows(rows: slice, thread: int) -> None:
-            """Computes the gradients of some rows of the input."""
-            operators().matmul(grad_nV[rows], weight_VE, out_nE[rows])
-            if is_scaled:
-                out_nE[rows] /= _SMALL_GRADIENTS
+            """Computes the gradients of some rows of the input, or adds those of some columns."""
+            operators().matmul(grad_nV[rows, columns], part_vE, out_nE[rows], columns.start > 0)
 
         def compute_weight_rows(columns: slice, thread: int) -> None:
             """Adds the gradients of some rows of the weight."""
@@ -322,7 +330,16 @@ class FusedLinearCrossEntropy:
             else:
                 out_VE[columns] += sum_VE
 
-        host_threads().run(row_blocks(slice(0, len(y_nE)), _INPUT_GRADIENT_ROWS), compute_input_rows)
+        columns = slice(0, len(weight_VE))
+        part_vE = weight_VE
+        if isinstance(weight_VE, StoredMatrix):
+            for columns in row_blocks(slice(0, len(weight_VE)), _DECOMPRESSED):
+                part_vE = weight_VE.decompress_rows(columns)
+                host_threads().run(row_blocks(slice(0, len(y_nE)), _INPUT_GRADIENT_ROWS), compute_input_rows)
+        else:
+            host_threads().run(row_blocks(slice(0, len(y_nE)), _INPUT_GRADIENT_ROWS), compute_input_rows)
+        if is_scaled:
+            out_nE /= _SMALL_GRADIENTS
         if out_VE is not None:
             host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), compute_weight_rows)
 

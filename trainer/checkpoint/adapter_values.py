@@ -88,7 +88,7 @@ def row_lengths(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Wei
     for matrix, adapter in adapted_matrices(settings):
         if adapter.has_magnitude and f"{matrix}.weight" in weights:
             a_RI, b_OR = (weights[name] for name in adapter_names(matrix))
-            merged_OI = merged_matrix(weights[f"{matrix}.weight"], a_RI, b_OR, adapter.scale)
+            merged_OI = merged_matrix(np.asarray(weights[f"{matrix}.weight"]), a_RI, b_OR, adapter.scale)
             lengths[magnitude_name(matrix)] = np.linalg.norm(merged_OI, axis=1)
     return lengths
 

@@ -44,7 +44,7 @@ from trainer.models.spec.adapters import (
     with_magnitudes,
 )
 from trainer.models.spec.names import layer_prefix, magnitude_name
-from trainer.models.spec.shapes import adapter_shapes, all_shapes, parameter_shapes, parameter_specs
+from trainer.models.spec.shapes import adapter_shapes, all_shapes, base_dtypes, parameter_shapes, parameter_specs
 from trainer.optim.groups import EMA
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
@@ -149,10 +149,11 @@ def _load_weights(
             return None
         return stored.read(parts)
     base = open_base_weights(config, note, new_modules=new_modules, world=world)
-    weights = base.read(parts)
+    dtypes = base_dtypes(config.decoder)
+    weights = base.read(parts, dtypes)
     if config.adapter_id:
         compared: Mapping[str, ArrayOrLazyArray] = base.arrays
-        if parts is None:
+        if parts is None and not dtypes:
             compared = weights
         adapters = read_adapters(config, Path(config.adapter_id).expanduser(), compared).read(parts)
     elif changes_base(config.decoder):
@@ -213,11 +214,11 @@ def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: ShardS
     Args:
         weights: The weights of the run.
         parts: The shards that `weights` has; the base model is then read again for the digest, as it is where adapters
-            change it. None: all weights.
+            change it and where the run holds it in few bytes. None: all weights.
     """
     record = {"load_checkpoint": config.load_checkpoint, "seed": config.seed}
     base: Mapping[str, ArrayOrLazyArray] = weights
-    if parts is not None or changes_base(config.decoder):
+    if parts is not None or changes_base(config.decoder) or base_dtypes(config.decoder):
         base = open_base_weights(config).arrays
     return record | {"digest": base_model_digest(base, config.decoder)}
 
@@ -392,8 +393,8 @@ def merge_adapters(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> 
         if f"{name}.weight" not in merged:  # of an MTP module that the file of the base model lacks
             continue
         a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
-        total = merged_matrix(merged[f"{name}.weight"], a, b, adapter.scale)
+        total = merged_matrix(np.asarray(merged[f"{name}.weight"]), a, b, adapter.scale)
         if adapter.has_magnitude:
             total = with_magnitudes(total, weights[magnitude_name(name)])
         merged[f"{name}.weight"] = total.astype(np.float32)
-    return merged
+    return {name: np.asarray(array) for name, array in merged.items()}

@@ -39,14 +39,14 @@ from trainer.config.checks.adapters import SECTION
 from trainer.config.schema.fields import Section, support_of
 from trainer.errors import UserError
 from trainer.models.spec.adapters import saved_settings
-from trainer.models.spec.shapes import adapter_shapes, all_shapes
+from trainer.models.spec.shapes import adapter_shapes, all_shapes, base_dtypes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import EMA, parameter_groups, state_names
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, ShardSpec, as_sharded_array, full_shard_spec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.plan import Plan, Resumption
-from trainer.storage.tensor_file import LazyArray, float32_infos
+from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, float32_infos
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -215,8 +215,13 @@ def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
     """Sets every parameter of the model to its array of `weights`, this rank's shards, which have been checked."""
     from mindspore import Tensor
 
+    from trainer.models.frozen import FrozenMatrix
+
     for name, parameter in model.parameters_by_name.items():
-        parameter.set_data(Tensor(weights[name]))
+        if isinstance(parameter, FrozenMatrix):
+            parameter.set(weights[name])
+        else:
+            parameter.set_data(Tensor(weights[name]))
     model.compute_weights.refresh()
 
 
@@ -416,8 +421,12 @@ def _weights_of(
     if not config.has_adapters:
         return fitting_weights(tensors, config.network, checkpoint.path, where, _KEY, parts)
     base = adapters.open_base_weights(config, world=world)
-    weights = base.read(parts)
-    adapters.check_base(read_base(checkpoint), config, weights if parts is None else base.arrays)
+    dtypes = base_dtypes(config.decoder)
+    weights = base.read(parts, dtypes)
+    compared: Mapping[str, ArrayOrLazyArray] = base.arrays
+    if parts is None and not dtypes:
+        compared = weights
+    adapters.check_base(read_base(checkpoint), config, compared)
     trained = adapters.fitting_adapters(tensors, config, checkpoint.path, where, _KEY).read(parts)
     return adapters.join_weights(config, weights, trained)
 

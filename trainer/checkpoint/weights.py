@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,11 +28,13 @@ from trainer.config.schema.model import ModelConfig
 from trainer.errors import UserError
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import ParameterSpec
-from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix
+from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, LAYERS, layer_prefix
 from trainer.models.spec.shapes import parameter_shapes, parameter_specs
 from trainer.parallel.sharding import ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.storage.base_dtypes import BaseDtype
 from trainer.storage.marker import MARKER
+from trainer.storage.quantized import quantize
 from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, read_row_blocks, read_shard
 
 if TYPE_CHECKING:
@@ -42,7 +45,6 @@ ShardSpecs: TypeAlias = Mapping[str, ShardSpec]
 """The shard of each parameter that a rank has; other parameters are left out."""
 # A folder with one of them is a checkpoint of this trainer, complete or not.
 _OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")
-_LAYERS = "model.layers."
 _OF_MODULES = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
 """Ends of the names that only multi-token prediction (MTP) modules have."""
 # Tables that older Hugging Face files contain; here they are computed from the configuration.
@@ -101,19 +103,27 @@ class CheckedWeights(NamedTuple):
     where: str
     key: str
 
-    def read(self, parts: ShardSpecs | None = None) -> dict[str, np.ndarray]:
+    def read(
+        self, parts: ShardSpecs | None = None, dtypes: Mapping[str, BaseDtype] = MappingProxyType({})
+    ) -> dict[str, np.ndarray]:
         """Reads the float32 numbers of these shards, or of all parameters.
+
+        Args:
+            dtypes: By name, the parameters that are returned in few bytes, as a `QuantizedArray`: only one of them is
+                in memory in float32 at a time.
 
         Raises:
             UserError: They are not finite, or cannot be read.
         """
-        values = {}
+        values: dict[str, Any] = {}
         for name, array in self.arrays.items():
             if parts is None or name in parts:
                 numbers = read_shard(array, None if parts is None else parts[name])
                 values[name] = np.ascontiguousarray(numbers, np.float32)
                 if not is_finite(values[name]):
                     raise self._not_finite()
+                if name in dtypes:
+                    values[name] = quantize(values[name], dtypes[name])
         return values
 
     def _not_finite(self) -> UserError:
@@ -416,7 +426,7 @@ def _modules(names: Iterable[str]) -> set[int]:
 
 def _layer(name: str) -> int:
     """Returns the layer of a tensor; -1 for a tensor outside the layers."""
-    number = name.removeprefix(_LAYERS).partition(".")[0]
-    if name.startswith(_LAYERS) and number.isdecimal():
+    number = name.removeprefix(LAYERS).partition(".")[0]
+    if name.startswith(LAYERS) and number.isdecimal():
         return int(number)
     return -1

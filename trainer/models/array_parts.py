@@ -23,11 +23,13 @@ from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import host_array, host_threads, row_blocks
 from trainer.arrays.mlp import CpuMlp
+from trainer.arrays.onednn import operators
 from trainer.arrays.moe.dispatch import TokenSharingGroup
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.recompute import SUBLAYERS
+from trainer.models.frozen import FrozenMatrix
 from trainer.models.inputs import ModelInputs, MtpInputs, PredictionCall
 from trainer.models.spec.adapters import merged_matrix, with_magnitudes
 from trainer.models.spec.build import model_spec
@@ -93,6 +95,7 @@ class ArrayParts:
             self.spec = self.spec.local(tensor.group.size, tensor.group.rank)
         self.dtype = dtype
         self.parameters = parameters
+        self.in_few_bytes = any(isinstance(each, FrozenMatrix) for each in parameters.values())
         self.dropout = dropout
         self.predicts = weights is None
         self.unsharded = keep_sharding
@@ -117,7 +120,7 @@ class ArrayParts:
             self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, 1 / settings.logits_scaling,
             settings.final_logit_softcapping,
         )  # fmt: skip
-        self.embedding_weights = self._part({EMBEDDING: EMBEDDING}, narrow=[])
+        self.embedding_weights = self._part({EMBEDDING: EMBEDDING}, narrow=[], by_rows=[EMBEDDING])
         self.mapping_weights = self._part({MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN])
         self.layers = [self._layer_parts(number, again) for number, again in enumerate(recomputed)]
         self.first_reached = self.spec.first_reached(trained)
@@ -128,7 +131,9 @@ class ArrayParts:
         if self.spec.tied:
             head = EMBEDDING
         self.heads = [
-            self._part({"norm": norm, "weight": head, "mapping": MAPPING_OUT}, narrow=["weight", "mapping"])
+            self._part(
+                {"norm": norm, "weight": head, "mapping": MAPPING_OUT}, narrow=["weight", "mapping"], by_rows=["weight"]
+            )
             for norm in self.norms
         ]
         self.merges = [
@@ -139,13 +144,13 @@ class ArrayParts:
             for number, layer in enumerate(modules)
         ]  # fmt: skip
 
-    def _part(self, names: Mapping[str, str], narrow: Collection[str]) -> PartWeights:
+    def _part(self, names: Mapping[str, str], narrow: Collection[str], by_rows: Collection[str] = ()) -> PartWeights:
         """Returns the weights of a part that this rank has; `names` maps names in the part to full names."""
         named = {name: self.parameters[full] for name, full in names.items() if full in self.parameters}
         centered: list[str] = []
         if self.spec.norm_offset:
             centered = [name for name in named if name == "norm" or name.endswith("norm.weight")]
-        return PartWeights(named, self.dtype, narrow, self.unsharded, centered)
+        return PartWeights(named, self.dtype, narrow, self.unsharded, centered, by_rows)
 
     def _layer_parts(self, number: int, again: str) -> dict[str, PartWeights]:
         """Returns the weights of the parts of a layer, in order.
@@ -285,7 +290,16 @@ class ArrayParts:
     @functools.cached_property
     def merged_calls(self) -> list[SublayerCall]:
         """Returns a call of each layer with its weights, which are not copied; adapters are merged into copies."""
-        return [SublayerCall(self._merged_weights(number), save=False) for number in range(self.spec.num_layers)]
+        return [self._merged_call(number) for number in range(self.spec.num_layers)]
+
+    def prediction_call(self, layer: int) -> SublayerCall:
+        """Returns a call of a layer with its weights. Those in few bytes are decompressed for this call alone."""
+        if self.in_few_bytes:
+            return self._merged_call(layer)
+        return self.merged_calls[layer]
+
+    def _merged_call(self, layer: int) -> SublayerCall:
+        return SublayerCall(self._merged_weights(layer), save=False)
 
     @functools.cached_property
     def layer_functions(self) -> list[tuple[CpuAttention, CpuMlp | CpuMoe]]:
@@ -309,7 +323,10 @@ class ArrayParts:
             matrix = f"{name}.weight"
             if matrix in arrays:
                 a, b = adapter_names(name)
-                arrays[matrix] = merged_matrix(arrays[matrix], arrays[a], arrays[b], adapter.scale)
+                if self.in_few_bytes:  # the decompressed matrix is this call's own
+                    operators().matmul(arrays[b] * np.float32(adapter.scale), arrays[a], arrays[matrix], True)
+                else:
+                    arrays[matrix] = merged_matrix(arrays[matrix], arrays[a], arrays[b], adapter.scale)
                 if adapter.has_magnitude:
                     arrays[matrix] = with_magnitudes(arrays[matrix], arrays[magnitude_name(name)])
         return arrays
@@ -353,7 +370,9 @@ class ArrayParts:
         rows = len(call.cache.positions_BQ)
         threads = host_threads()
         # With less to compute, threads would wait for each other: only one at a time runs Python.
-        if self.is_sharded or rows == 1 or len(x_ND) * self.multiplications < _SHARED_WORK:
+        # Weights in few bytes are decompressed once for all sequences.
+        one_thread = self.is_sharded or rows == 1 or self.in_few_bytes
+        if one_thread or len(x_ND) * self.multiplications < _SHARED_WORK:
             return self._predict_layers(layers, x_ND, call, 0)
         out_ND = np.empty_like(x_ND)
         width = len(x_ND) // rows
@@ -373,7 +392,7 @@ class ArrayParts:
     ) -> np.ndarray:
         rows = slice(0, len(x_ND))
         for layer in layers:
-            weights = self.merged_calls[layer]
+            weights = self.prediction_call(layer)
             attention, mlp = self.layer_functions[layer]
             has_window = attention.spec.window is not None
             mask = call.masks[has_window]

@@ -9,6 +9,7 @@ Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mindspore import Parameter, Tensor, nn
@@ -18,6 +19,7 @@ from trainer.models.array_parts import ArrayParts
 from trainer.models.cell_parts import CellParts
 from trainer.models.compute_weights import ModelParams
 from trainer.models.dropout import DropoutShards
+from trainer.models.frozen import FrozenMatrix
 from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, RouterStatistics
 from trainer.models.recompute import Compiled
 from trainer.models.spec.build import model_spec
@@ -29,9 +31,7 @@ from trainer.models.spec.names import (
     MAPPING_OUT,
     layer_prefix,
 )
-from trainer.models.spec.shapes import (
-    balanced_layers,
-)
+from trainer.models.spec.shapes import balanced_layers, base_dtypes
 from trainer.models.spec.sublayers import moe_config
 from trainer.ops.measures import metric_functions
 
@@ -147,7 +147,8 @@ class Decoder(DecoderForward):
             pipeline stage calls the parts of the decoder itself.
 
     Attributes:
-        parameters_by_name: The parameters by Hugging Face's names, adapters at the end.
+        parameters_by_name: The parameters by Hugging Face's names, adapters at the end: a Parameter or, of the base
+            model in few bytes, a FrozenMatrix.
     """
 
     def __init__(
@@ -167,15 +168,19 @@ class Decoder(DecoderForward):
         self.tensor = None if shard is None else shard.tensor
         specs = spec.parameters()
         trained = {name for name, parameter in specs.items() if name not in frozen and parameter.role != "buffer"}
-        self.parameters_by_name: dict[str, Parameter] = {}
+        self.parameters_by_name: dict[str, Any] = {}
+        dtypes = base_dtypes(settings)
         for name, parameter in specs.items():
             local = None
             if shard is not None:
                 if not shard.holds(name):
                     continue
                 local = shard.shard_spec(name)
-            value = Tensor(initial_value(parameter, settings, seed, local))
-            self.parameters_by_name[name] = Parameter(value, name, requires_grad=name in trained)
+            draw = partial(initial_value, parameter, settings, seed, local)
+            if name in dtypes:
+                self.parameters_by_name[name] = FrozenMatrix(name, parameter.shape, dtypes[name], draw)
+            else:
+                self.parameters_by_name[name] = Parameter(Tensor(draw()), name, requires_grad=name in trained)
         dropout = DropoutShards(settings, shard)
         self.settings = settings
         self.kernels = kernels

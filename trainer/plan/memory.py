@@ -21,7 +21,8 @@ from trainer.config.checks.parallel import (
 )
 from trainer.device.doctor import available_memory_bytes, total_memory_bytes
 from trainer.errors import UserError
-from trainer.models.spec.names import EMBEDDING, HEAD, is_expert
+from trainer.models.spec.names import EMBEDDING, HEAD, LAYERS, is_expert
+from trainer.models.spec.shapes import base_dtypes
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
@@ -30,6 +31,7 @@ from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.activations import ActivationMemory
 from trainer.plan.device_memory import device_memory, fixed_bytes
 from trainer.plan.division import RankParams, micro_batch_tokens, rank_params_per_stage
+from trainer.storage.base_dtypes import bytes_of
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -72,15 +74,25 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, params
         weights = shard_bytes.weights(params.shapes)
     else:
         weights = _bytes(params.shapes)
+    dtypes = {name: dtype for name, dtype in base_dtypes(config.network).items() if name in params.shapes}
+    if dtypes:  # `preflight` refuses ranks that shard weights
+        frozen = {name: params.shapes[name] for name in dtypes}
+        weights += sum(bytes_of(math.prod(frozen[name]), dtype) for name, dtype in dtypes.items()) - _bytes(frozen)
     parts = {"MindSpore and Python": _IMPORT_BYTES}
     parts["workspaces"] = _WORKSPACE_BYTES
     parts["weights"] = weights
+    if dtypes:
+        layers = {name: shape for name, shape in frozen.items() if name.startswith(LAYERS)}
+        parts["decompressed layer"] = _largest_unit(layers) * _product_bytes(config, world) // _FLOAT32_BYTES
     if trains and config.sample_prompt and device == "CPU":
-        parts["text samples"] = _sampling_bytes(config, params, weights)
+        copies = 0
+        if not dtypes:
+            copies = _bytes(params.shapes) - weights + _merged_bytes(params)
+        parts["text samples"] = copies + _sampling_bytes(config, params)
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
         copies = 0
-        if device == "CPU":
+        if device == "CPU" and not dtypes:
             copies = _merged_bytes(params)
         if copies:
             parts["matrices merged with adapters"] = copies
@@ -133,7 +145,7 @@ class _ShardBytes:
         """Returns the bytes of the weights, including those that level3 unshards at the same time."""
         if self.level != "level3":
             return _bytes(shapes)
-        layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
+        layers = {name: shape for name, shape in shapes.items() if name.startswith(LAYERS)}
         # The unit in use is unsharded, and so may be the next one, which is gathered ahead: one of them is a layer.
         unsharded = _largest_unit(shapes) + _largest_unit(layers)
         return sum(self.shard(name, shape) for name, shape in shapes.items()) + unsharded
@@ -176,7 +188,7 @@ def _gradients_in_backward_pass(
     """
     if shard_bytes.level not in ("", "level1"):
         return {}
-    names = [name for name in trained if name.startswith("model.layers.") and not is_expert(name)]
+    names = [name for name in trained if name.startswith(LAYERS) and not is_expert(name)]
     if HEAD in params.shapes:
         names.append(EMBEDDING)
     return {name: shard_bytes.gradients({name: trained[name]}, 1) for name in names if name in trained}
@@ -216,12 +228,8 @@ def _cache_bytes(config: Config, device: str) -> int:
     return numbers * 2
 
 
-def _sampling_bytes(config: Config, params: RankParams, weight_bytes: int) -> int:
-    """Returns the bytes that `sample_prompt` adds to a training: unsharded weights, merged adapters and a KV cache.
-
-    Args:
-        weight_bytes: Bytes of the weights that the rank has between two samples.
-    """
+def _sampling_bytes(config: Config, params: RankParams) -> int:
+    """Returns the bytes of the KV cache for `sample_prompt` of a training."""
     settings = config.decoder
     prompts = config.sample_prompt or []
     if isinstance(prompts, str):
@@ -231,8 +239,7 @@ def _sampling_bytes(config: Config, params: RankParams, weight_bytes: int) -> in
     longest = max(len(prompt.encode()) for prompt in prompts)
     tokens = min(longest + new, settings.seq_length) * len(prompts)
     cached = tokens * len(params.passes) * sum(attention_spec(settings).cache_widths) // params.tensor
-    unsharded = _bytes(params.shapes) - weight_bytes
-    return unsharded + _merged_bytes(params) + cached * _FLOAT32_BYTES
+    return cached * _FLOAT32_BYTES
 
 
 def _merged_bytes(params: RankParams) -> int:

@@ -19,6 +19,7 @@ from trainer.config.checks.unsupported import offload_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
+from trainer.models.spec.shapes import base_dtypes
 from trainer.monitors import formatting
 from trainer.ops.host_library import find_onednn
 from trainer.ops.select import on_arrays
@@ -96,6 +97,11 @@ class ExplicitBackend:
         for key in average_keys(self.config):
             if device != "CPU":
                 raise problem(self.config, key, "is supported on a CPU only", "leave averages of weights out").error
+            if base_dtypes(self.config.network):
+                key = self.config.whole_matrix_method
+                rule = "is supported by the array engine of CPUs only"
+                fix = "leave it out, or run on a CPU with context.mode 0"
+                raise problem(self.config, key, rule, fix).error
         if device != "CPU" and self.config.whole_matrix_method.endswith("use_dora"):
             key = self.config.whole_matrix_method
             raise problem(self.config, key, "is supported on a CPU only", "leave it out, or run on a CPU").error

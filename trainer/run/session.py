@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -33,6 +33,7 @@ from trainer.device.settings import Call, device_calls, jit_options
 from trainer.device.threads import set_up_cpu_threads
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
+from trainer.models.frozen import FrozenMatrix
 from trainer.models.inputs import InputBuilder
 from trainer.models.spec.names import is_buffer
 from trainer.ops.context import context_parallel_kernels
@@ -200,7 +201,10 @@ def build_model(
 def load_in_place(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
     """Writes weights into the arrays of the parameters, which an optimizer may share."""
     for name, parameter in model.parameters_by_name.items():
-        parameter.asnumpy()[...] = weights[name]
+        if isinstance(parameter, FrozenMatrix):
+            parameter.set(weights[name])
+        else:
+            parameter.asnumpy()[...] = weights[name]
     model.compute_weights.refresh()
 
 
@@ -213,8 +217,13 @@ def check_same_weights(model: Decoder, communicator: Communicator) -> None:
     for name, parameter in model.parameters_by_name.items():
         if model.shard is not None:
             shard_name = f"{name} from {model.shard.layout.shard(name, model.shard.where).start}"
-        data = np.ascontiguousarray(parameter.asnumpy())
-        checksums[shard_name] = zlib.crc32(data.data, checksums.get(shard_name, 0))
+        arrays: Iterable[np.ndarray] = ()
+        if isinstance(parameter, FrozenMatrix):
+            arrays = parameter.numbers.arrays()
+        else:
+            arrays = (parameter.asnumpy(),)
+        for array in arrays:
+            checksums[shard_name] = zlib.crc32(np.ascontiguousarray(array).data, checksums.get(shard_name, 0))
     check_same_values(checksums, "weights", communicator)
 
 

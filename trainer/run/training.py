@@ -224,6 +224,7 @@ def _attach_references(
     Raises:
         UserError: The first weights are not those of the checkpoint's training.
     """
+    from trainer.models.frozen import FrozenMatrix
     from trainer.run.session import load_in_place
     from trainer.step.reference import attach_reference, digest_of_weights
 
@@ -231,7 +232,10 @@ def _attach_references(
     model = step.model
     if resumed is not None:
         load_in_place(model, first_weights(config, job.world))
-    arrays = {name: parameter.asnumpy() for name, parameter in model.parameters_by_name.items()}
+    arrays = {
+        name: parameter if isinstance(parameter, FrozenMatrix) else parameter.asnumpy()
+        for name, parameter in model.parameters_by_name.items()
+    }
     precision = precision_of(config, job.plan.device, job.world)
     step.first_weights = digest_of_weights(arrays)
     before = None

@@ -24,6 +24,7 @@ from trainer.arrays.preferences import add_margin, divergence
 from trainer.data.batches.batch import Batch, count_pairs
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
+from trainer.models.frozen import FrozenMatrix
 from trainer.models.inputs import LossSums, ModelInputs, RouterStatistics, mtp_labels
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import moe_config
@@ -387,6 +388,8 @@ class TrainStep:
         ranges = self.model.compute_weights.local_ranges
         weights = {}
         for name, parameter in self.model.parameters_by_name.items():
+            if isinstance(parameter, FrozenMatrix):  # checkpoints have adapters alone
+                continue
             if self.communicator.should_save(name, name in ranges):
                 array = parameter.asnumpy()
                 if name in ranges:

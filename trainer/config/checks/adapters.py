@@ -77,6 +77,9 @@ def _method_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigErro
         yield problem(config, f"{SECTION}.lora_dropout", rule, "set it to 0")
     if not adapters.changes_base:
         return
+    if adapters.base_dtype != "float32":
+        rule = f"must be float32 with init_lora_weights {adapters.initial}, which changes the frozen matrices"
+        yield problem(config, f"{SECTION}.base_dtype", rule, "remove one of the two")
     if adapters.use_dora:
         rule = f"cannot be combined with init_lora_weights {adapters.initial}, whose checkpoints are plain LoRA"
         yield problem(config, f"{SECTION}.use_dora", rule, "remove one of the two")
@@ -212,6 +215,8 @@ def adapters_text(decoder: ModelConfig) -> str:
     for matrix, deviation in (("A", settings.lora_a_std), ("B", settings.lora_b_std)):
         if deviation:
             options += f", {matrix} starts with standard deviation {deviation:g}"
+    if settings.base_dtype != "float32":
+        options += f", frozen matrices in {settings.base_dtype}"
     method = ""
     if settings.use_rslora:
         method = " (rsLoRA)"

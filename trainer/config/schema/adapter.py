@@ -52,6 +52,10 @@ class PetConfig(Section):
         True, "Values that adapters start with. True: lora_a_std and lora_b_std say it. pissa: principal singular"
         " vectors of the matrix (Meng et al. 2024); pissa_niter_N: approximately, by N iterations. olora: its QR"
         " decomposition (Büyükakyüz 2024). These three take the adapter's product out of the frozen matrix.")
+    base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = setting(
+        "float32", "How the frozen matrices of the base model are held in memory. int8 and nf4 (QLoRA, Dettmers et al."
+        " 2023) quantize the matrices of layers in blocks of 64; embedding and head are then bfloat16. Norms, biases and"
+        " routers stay float32. On a CPU with context.mode 0, on one rank or with data parallelism.")
     lora_a_std: float | None = setting(
         None, "Standard deviation of the normal values that A starts with. Default null: uniform values in +-1 /"
         " sqrt(columns), as in PEFT.", gt=0)
@@ -102,9 +106,11 @@ class PetConfig(Section):
 
     @property
     def needs_whole_matrices(self) -> str:
-        """Returns the key of a method that computes something of whole matrices of the base model; else empty."""
+        """Returns the key of what takes whole matrices of the base model; empty if ranks may shard these."""
         if self.changes_base:
             return "init_lora_weights"
+        if self.base_dtype != "float32":
+            return "base_dtype"
         if self.use_dora:
             return "use_dora"
         return ""

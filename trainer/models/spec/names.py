@@ -42,9 +42,13 @@ MTP_NORM = "shared_head.norm.weight"
 """Norm of an MTP module before the head."""
 
 
+LAYERS = "model.layers."
+"""How the full names of all parameters of layers begin."""
+
+
 def layer_prefix(layer: int) -> str:
     """Returns the prefix of the full names of a layer's parameters."""
-    return f"model.layers.{layer}."
+    return f"{LAYERS}{layer}."
 
 
 def is_buffer(name: str) -> bool:

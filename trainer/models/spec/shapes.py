@@ -9,11 +9,12 @@ from trainer.config.schema.classifier import ClassifierConfig
 from trainer.models.spec.adapters import adapter_spec, layer_targets, projections
 from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.model import ParameterSpec
-from trainer.models.spec.names import EXPERT_BIAS, ROUTER, adapter_names, layer_prefix, magnitude_name, mask_name
+from trainer.models.spec.names import EXPERT_BIAS, LAYERS, ROUTER, adapter_names, layer_prefix, magnitude_name, mask_name
 from trainer.models.spec.sublayers import attention_parameters, mlp_parameters, moe_parameters
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
+    from trainer.storage.base_dtypes import BaseDtype
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -49,6 +50,26 @@ def parameter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
 def adapter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
     """Returns the shapes of the adapters' parameters by their full names; empty without adapters."""
     return _shapes(spec for spec in parameter_specs(settings).values() if spec.role == "adapter")
+
+
+def base_dtypes(settings: ModelConfig | ClassifierConfig) -> dict[str, BaseDtype]:
+    """Returns how the frozen matrices under adapters are held in few bytes, by their full names.
+
+    Matrices outside the layers, the embedding among them, have at least 16 bits, as with QLoRA and PEFT. Parameters
+    that are missing here are float32.
+    """
+    if isinstance(settings, ClassifierConfig) or settings.pet_config is None:
+        return {}
+    dtype = settings.pet_config.base_dtype
+    if dtype == "float32":
+        return {}
+    dtypes: dict[str, BaseDtype] = {}
+    for name, spec in parameter_specs(settings).items():
+        if spec.role == "embedding" or (spec.role == "matrix" and not name.startswith(LAYERS)):
+            dtypes[name] = "bfloat16"
+        elif spec.role == "matrix":
+            dtypes[name] = dtype
+    return dtypes
 
 
 def attention_shapes(settings: ModelConfig) -> Shapes:

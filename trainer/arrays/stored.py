@@ -1,0 +1,108 @@
+"""Matrices in few bytes as operands of products: threads decompress them in tiles of rows.
+
+Layers get their matrices decompressed before each pass, into memory that the next layer uses again: that costs the same
+for any number of tokens, whereas a tile of tokens that decompressed them itself would take a fourth of its product's
+time. The embedding and the head, which may be larger than all layers, are decompressed some rows at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
+from trainer.arrays.onednn import BFLOAT16, operators
+from trainer.storage.quantized import QuantizedArray
+
+_NUMBERS = 1 << 16  # that a thread decompresses at once: they stay in its cache
+_THREAD = threading.local()
+
+
+def decompress(numbers: QuantizedArray, dtype: type = np.float32) -> np.ndarray:
+    """Returns a matrix, or stacked matrices, in the dtype of products."""
+    if numbers.dtype == "bfloat16" and dtype == BFLOAT16:
+        return numbers.codes.reshape(numbers.shape)
+    out = empty(*numbers.shape, dtype=dtype)[1]
+    flat = out.reshape(-1)
+    host_threads().run(
+        row_blocks(slice(0, flat.size), _NUMBERS), lambda part, thread: _read(numbers, part, flat[part])
+    )
+    return out
+
+
+def _read(numbers: QuantizedArray, part: slice, out: np.ndarray) -> None:
+    """Writes numbers of the flattened matrix to `out`, rounded to its dtype; `part` begins at a multiple of `BLOCK`."""
+    if numbers.dtype == "bfloat16" and out.dtype == np.float32:
+        operators().cast(numbers.codes[part], out)
+        return
+    wide = out
+    if out.dtype != np.float32:
+        wide = _scratch(out.size)
+    numbers.read(part.start, wide)
+    to_bfloat16_if_needed(wide, out)
+
+
+def _scratch(size: int) -> np.ndarray:
+    """Returns float32 memory of this thread, valid until the next call."""
+    block = getattr(_THREAD, "block", None)
+    if block is None or block.size < size:
+        block = _THREAD.block = np.empty(size, np.float32)
+    return block[:size]
+
+
+class StoredMatrix:
+    """A large matrix in bfloat16 whose rows products take in another dtype.
+
+    Attributes:
+        numbers: The matrix, [rows, columns].
+        dtype: Dtype of the products.
+    """
+
+    def __init__(self, numbers: QuantizedArray, dtype: type) -> None:
+        assert numbers.dtype == "bfloat16", "rows of others do not begin with a block"
+        self.numbers = numbers
+        self.dtype = np.dtype(dtype)
+        self.shape = numbers.shape
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def look_up(self, places_N: np.ndarray, out_NE: np.ndarray) -> None:
+        """Writes rows of the matrix to a float32 array."""
+        rows_NE = np.take(self.numbers.codes.reshape(self.shape), places_N, axis=0, mode="clip")
+        operators().cast(rows_NE, out_NE)
+
+    def read_rows(self, rows: slice) -> np.ndarray:
+        """Returns some rows in memory of this thread, valid until the thread's next call."""
+        wide = self._read_wide(rows, _scratch((rows.stop - rows.start) * self.shape[1]))
+        if self.dtype == np.float32:
+            return wide
+        return to_bfloat16_if_needed(wide, np.empty(wide.shape, self.dtype))
+
+    def decompress_rows(self, rows: slice) -> np.ndarray:
+        """Returns many rows, which threads share."""
+        out = empty(rows.stop - rows.start, self.shape[1], dtype=self.dtype.type)[1]
+
+        def read(part: slice, thread: int) -> None:
+            """Decompresses some of the rows."""
+            from_start = slice(rows.start + part.start, rows.start + part.stop)
+            if self.dtype == np.float32:
+                self._read_wide(from_start, out[part].reshape(-1))
+            else:
+                out[part] = self.read_rows(from_start)
+
+        host_threads().run(row_blocks(slice(0, len(out)), max(1, _NUMBERS // self.shape[1])), read)
+        return out
+
+    def _read_wide(self, rows: slice, flat: np.ndarray) -> np.ndarray:
+        width = self.shape[1]
+        _read(self.numbers, slice(rows.start * width, rows.stop * width), flat)
+        return flat.reshape(-1, width)
+
+
+def rows_of(matrix: np.ndarray | StoredMatrix, rows: slice) -> np.ndarray:
+    """Returns some rows of a matrix in the dtype of products, valid until the thread's next call."""
+    if isinstance(matrix, StoredMatrix):
+        return matrix.read_rows(rows)
+    return matrix[rows]
