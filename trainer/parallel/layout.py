@@ -146,7 +146,7 @@ def model_layout(
     kv_heads = spec.layers[0].attention.kv_heads
     layouts = {}
     for name, parameter in parameters.items():
-        layout = _parameter_layout(parameter, kv_heads, degrees, sequence_parallel)
+        layout = parameter_layout(parameter, kv_heads, degrees, sequence_parallel)
         sums = layout.sums
         if parameter.role == "buffer":
             sums = ()
@@ -156,7 +156,7 @@ def model_layout(
     return ModelLayout(degrees, layouts)
 
 
-def _parameter_layout(
+def parameter_layout(
     parameter: ParameterSpec, kv_heads: int, degrees: Degrees, sequence_parallel: bool
 ) -> ParameterLayout:
     """Returns how the degrees shard a parameter, and how its gradient is summed within a stage."""
@@ -182,10 +182,17 @@ def _stages_of(
     for stage, layers in enumerate(stage_layers):
         prefixes = tuple(layer_prefix(layer) for layer in layers)
         stages |= {name: (stage,) for name in stages if prefixes and name.startswith(prefixes)}
-    stages[EMBEDDING] = (0,)
-    # MTP modules look tokens up on the last stage.
-    if last and (spec.mtp_modules or spec.tied):
-        stages[EMBEDDING] = (0, last)
-    if MAPPING_IN in stages:
-        stages[MAPPING_IN] = (0,)
-    return stages
+    count = len(stage_layers)
+    return stages | {name: end_stages(name, spec, count) for name in (EMBEDDING, MAPPING_IN) if name in stages}
+
+
+def end_stages(name: str, spec: ModelSpec, count: int) -> tuple[int, ...]:
+    """Returns which of `count` pipeline stages have a parameter outside of layers."""
+    last = count - 1
+    if name == EMBEDDING:
+        if last and (spec.mtp_modules or spec.tied):  # the modules look tokens up on the last stage
+            return (0, last)
+        return (0,)
+    if name == MAPPING_IN:
+        return (0,)
+    return (last,)

@@ -159,18 +159,21 @@ def rank_params_per_stage(config: Config, world: World) -> list[RankParams]:
     if stages == 1:
         passes = dict.fromkeys(range(len(spec.layers)), 1)
         return [RankParams(layout.local_shapes(fullest_rank(degrees, 0)), passes, True, degrees.model_parallel)]
-    stage_chunks = chunk_layers(config)
-    schedule = training_schedule(config, stages, config.parallel_config.micro_batch_num, most=4 * stages)
     params = []
-    for stage, chunks in enumerate(stage_chunks):
+    for stage, (chunks, counts) in enumerate(zip(chunk_layers(config), chunk_passes(config, stages), strict=True)):
         is_last = stage == stages - 1
-        counts = [max_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
         passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
         if is_last:
             passes |= dict.fromkeys(spec.module_layers, counts[-1])
         shapes = layout.local_shapes(fullest_rank(degrees, stage))
         params.append(RankParams(shapes, passes, is_last, degrees.model_parallel))
     return params
+
+
+def chunk_passes(config: Config, stages: int) -> list[list[int]]:
+    """Returns [stages][chunks] the most forward passes that wait for their backward pass."""
+    schedule = training_schedule(config, stages, config.parallel_config.micro_batch_num, most=4 * stages)
+    return [[max_in_flight(schedule, stage, chunk) for chunk in range(schedule.chunks)] for stage in range(stages)]
 
 
 def _groups(config: Config, world: World, layout: ModelLayout) -> list[GroupPlan]:

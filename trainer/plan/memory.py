@@ -29,7 +29,8 @@ from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups, state_names
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.activations import ActivationMemory
-from trainer.plan.device_memory import device_memory, fixed_bytes
+from trainer.plan.device.memory import device_memory, fixed_bytes
+from trainer.plan.device.model_facts import ModelFacts, model_facts
 from trainer.plan.division import RankParams, micro_batch_tokens, rank_params_per_stage
 from trainer.storage.base_dtypes import bytes_of
 
@@ -45,7 +46,12 @@ _WORKSPACE_BYTES = 104 << 20  # what a run imports, threads and their scratch me
 
 
 def memory_estimate(
-    config: Config, trains: bool, device: str, world: World = SINGLE_PROCESS, stage: int | None = None
+    config: Config,
+    trains: bool,
+    device: str,
+    world: World = SINGLE_PROCESS,
+    stage: int | None = None,
+    facts: ModelFacts | None = None,
 ) -> dict[str, int]:
     """Returns the estimated peak of a rank's memory in bytes, by part and in total.
 
@@ -53,9 +59,10 @@ def memory_estimate(
 
     Args:
         stage: The pipeline stage of the rank; None takes the stage that needs most.
+        facts: The result of `decoder_facts`, for the estimates of many layouts; None computes them.
     """
     if device == "Ascend" and config.classifier is None:
-        return device_memory(config, world, trains, stage)
+        return device_memory(config, world, facts or decoder_facts(config, trains), stage)
     stages = rank_params_per_stage(config, world)
     if stage is not None:
         stages = [stages[stage]]
@@ -65,6 +72,11 @@ def memory_estimate(
         on_device = {name: largest[name] for name in _ON_DEVICE if name in largest}
         return on_device | {"total": sum(on_device.values())}
     return largest
+
+
+def decoder_facts(config: Config, trains: bool) -> ModelFacts:
+    """Collects what all layouts of a decoder share."""
+    return model_facts(config, trains)
 
 
 def _host_memory(config: Config, trains: bool, device: str, world: World, params: RankParams) -> dict[str, int]:

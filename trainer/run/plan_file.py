@@ -23,7 +23,7 @@ from trainer.config.schema.data import EVAL, TRAIN
 from trainer.device.resolve import planned_device, plans_elsewhere
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
-from trainer.plan.device_memory import fixed_bytes
+from trainer.plan.device.memory import fixed_bytes
 from trainer.plan.memory import memory_estimate
 from trainer.plan.plan import ModelPlan, Plan, plan_run
 from trainer.run.prepare import BuildProgress, prepare_run, select_execution_mode

@@ -94,14 +94,14 @@ class ExplicitBackend:
         if not on_arrays(self.config, device, self.world):
             for each in cell_problems(self.config):
                 raise each.error
-        for key in average_keys(self.config):
-            if device != "CPU":
-                raise problem(self.config, key, "is supported on a CPU only", "leave averages of weights out").error
             if base_dtypes(self.config.network):
                 key = self.config.whole_matrix_method
                 rule = "is supported by the array engine of CPUs only"
                 fix = "leave it out, or run on a CPU with context.mode 0"
                 raise problem(self.config, key, rule, fix).error
+        for key in average_keys(self.config):
+            if device != "CPU":
+                raise problem(self.config, key, "is supported on a CPU only", "leave averages of weights out").error
         if device != "CPU" and self.config.whole_matrix_method.endswith("use_dora"):
             key = self.config.whole_matrix_method
             raise problem(self.config, key, "is supported on a CPU only", "leave it out, or run on a CPU").error

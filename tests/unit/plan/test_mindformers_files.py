@@ -19,7 +19,7 @@ from trainer.errors import UserError
 from trainer.launch.arguments import find_script
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import SINGLE_PROCESS, world_of
-from trainer.plan.device_memory import fixed_bytes
+from trainer.plan.device.memory import fixed_bytes
 from trainer.plan.plan import Plan
 from trainer.plan.render import plan_sections
 from trainer.run.plan_file import plan_file, world_from_degrees

@@ -15,15 +15,13 @@ one for each stage behind it; in an interleaved pipeline as Megatron-LM's warm-u
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.parallel import zero_level
-from trainer.config.recompute import comm_recompute_layers, recomputed_parts
+from trainer.config.recompute import comm_recompute_layers
 from trainer.config.stages import chunk_sizes
-from trainer.models.spec.build import model_spec
-from trainer.models.spec.names import EMBEDDING, HEAD, sublayer_of
+from trainer.models.spec.names import EMBEDDING, HEAD
 from trainer.models.spec.sublayers import attention_spec, moe_spec
 
 if TYPE_CHECKING:
@@ -31,11 +29,11 @@ if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
     from trainer.models.spec.model import AttentionSpec
     from trainer.parallel.mesh import Degrees
+    from trainer.plan.device.model_facts import ModelFacts
 
 _FLOAT32_BYTES = 4
 _LOGIT_BYTES = 16  # one-hot labels, softmax, and two while the gradient is made
 _LOSS_BYTES = 8  # of these what a loss keeps for its backward pass
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 class _StageChunk(NamedTuple):
@@ -76,14 +74,32 @@ class GraphMemory(NamedTuple):
     activations: int
 
 
+class GraphMatrices(NamedTuple):
+    """Bytes in float32 of the matrices of a stage, as the rank multiplies by them.
+
+    Attributes:
+        layers: By the layer, then by the sublayer.
+        ends: Of the matrices outside of layers, by their names.
+    """
+
+    layers: Mapping[int, Mapping[str, int]]
+    ends: Mapping[str, int]
+
+
 def graph_memory(
-    config: Config, degrees: Degrees, stage: int, half: bool, matrices: Mapping[str, int], shares: bool, adds_up: bool
+    config: Config,
+    degrees: Degrees,
+    facts: ModelFacts,
+    stage: int,
+    half: bool,
+    matrices: GraphMatrices,
+    shares: bool,
+    adds_up: bool,
 ) -> GraphMemory:
     """Returns the memory of a rank of a pipeline stage in a training.
 
     Args:
-        matrices: Bytes in float32 of each matrix of the stage, as the rank multiplies by it.
-        shares: Whether data-parallel ranks shard the weights.
+        shares: Whether data-parallel ranks share the weights.
         adds_up: Whether the gradients of several micro-batches are summed.
     """
     settings = config.decoder
@@ -92,9 +108,9 @@ def graph_memory(
     if half:
         width = 2
     tokens = config.runner_config.batch_size * settings.seq_length // degrees.context_parallel
-    modules = model_spec(settings).mtp_modules
-    again = recomputed_parts(config)
-    chunks = _stage_chunks(config, degrees, stage)
+    modules = facts.spec.mtp_modules
+    again = facts.recomputed(config)
+    chunks = _stage_chunks(config, degrees, facts, stage)
     is_last = stage == degrees.pipeline_stage - 1
     mask = config.runner_config.batch_size * settings.seq_length**2
     if not is_flash(settings, half):
@@ -103,6 +119,8 @@ def graph_memory(
     if half or shares:
         copy_width = width
     keeps_gathered = shares and zero_level(config) != "level3"
+    gathering = comm_recompute_layers(config)
+    rows_shared = config.parallel_config.use_seq_parallel
     copies = 0
     kept = 0
     working = 0
@@ -111,10 +129,13 @@ def graph_memory(
         for layer in chunk.layers:
             part = again[layer]
             first = layer == chunk.layers[0]
-            sublayers = _layer_sublayers(config, layer, half, share)
+            gathers = layer in gathering
+            kind = ("sublayers", settings.is_moe_layer(layer), gathers, share, rows_shared)
+            sublayers = facts.once(kind, lambda: _layer_sublayers(config, layer, gathers, half, share))  # noqa: B023
             kept += tokens * chunk.under_way * _saved_bytes(config, sublayers, part, share, first and chunk.receives)
             remade = _remade(config, part, share)
-            layer_copies = _copies(matrices, layer, copy_width)
+            of_layer = matrices.layers[layer]
+            layer_copies = {name: size * copy_width // _FLOAT32_BYTES for name, size in of_layer.items()}
             copies += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
             inside = sum(sublayers[name].saved for name in remade)
             gradients = sublayers["mlp"].backward - sublayers["mlp"].inside
@@ -125,14 +146,14 @@ def graph_memory(
                 transient = max((layer_copies[name] for name in remade), default=0)
             if part == "block" and shares and not adds_up:
                 # Gradients that wait to be reduced, in half precision and in float32, beside what is gathered.
-                layer_bytes = sum(_copies(matrices, layer, _FLOAT32_BYTES).values())
+                layer_bytes = sum(of_layer.values())
                 if half:
                     transient += layer_bytes * 5 // 2
                 else:
                     transient += layer_bytes * 2
             working = max(working, tokens * (inside + gradients + stream) + transient)
     if half and is_last:
-        copies += matrices.get(HEAD, matrices.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
+        copies += matrices.ends.get(HEAD, matrices.ends.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
     if is_last:
         vocabulary = settings.vocab_size
         if vocabulary % share == 0:
@@ -142,16 +163,16 @@ def graph_memory(
     if shares and stage == 0 and degrees.pipeline_stage > 1:
         # The lookup of the last micro-batch under way: the gathered embedding, and rows before they are summed.
         rows = 2 * _FLOAT32_BYTES * tokens * settings.hidden_size
-        working = max(working, matrices[EMBEDDING] + rows)
+        working = max(working, matrices.ends[EMBEDDING] + rows)
     tables = 2 * max(settings.seq_length, settings.max_positions) * settings.rotary_size * _FLOAT32_BYTES
     causal = settings.seq_length**2 * len(chunks)
     return GraphMemory(copies, tables + causal, kept + working)
 
 
-def _stage_chunks(config: Config, degrees: Degrees, stage: int) -> list[_StageChunk]:
+def _stage_chunks(config: Config, degrees: Degrees, facts: ModelFacts, stage: int) -> list[_StageChunk]:
     """Returns the model chunks of a stage, and how many micro-batches of each are in flight at most."""
     stages = degrees.pipeline_stage
-    spec = model_spec(config.decoder)
+    spec = facts.spec
     if stages == 1:
         return [_StageChunk(range(len(spec.layers)), 1, receives=False)]
     sizes = chunk_sizes(config)
@@ -211,19 +232,6 @@ def _remade(config: Config, part: str, share: int) -> tuple[str, ...]:
     return ()
 
 
-def _copies(matrices: Mapping[str, int], layer: int, width: int) -> dict[str, int]:
-    """Returns the bytes of the copies of a layer's matrices, by sublayer."""
-    copies = {"attention": 0, "mlp": 0}
-    for name, size in matrices.items():
-        match = _LAYER.match(name)
-        if match and int(match[1]) == layer:
-            sublayer = "mlp"
-            if sublayer_of(match[2]) == "attention":
-                sublayer = "attention"
-            copies[sublayer] += size * width // _FLOAT32_BYTES
-    return copies
-
-
 def is_flash(settings: ModelConfig, half: bool) -> bool:
     """Returns whether the fused operator computes attention, which saves no probabilities."""
     if settings.attn_logit_softcapping is not None or settings.attention_sinks:
@@ -231,10 +239,13 @@ def is_flash(settings: ModelConfig, half: bool) -> bool:
     return bool(settings.use_flash_attention) and half and settings.head_size % 16 == 0
 
 
-def _layer_sublayers(config: Config, layer: int, half: bool, share: int) -> dict[str, _SublayerMemory]:
+def _layer_sublayers(config: Config, layer: int, gathers: bool, half: bool, share: int) -> dict[str, _SublayerMemory]:
     """Returns the bytes of a token in the sublayers of a layer.
 
     The residual stream is float32, and sequence parallelism shards it.
+
+    Args:
+        gathers: Whether the backward pass gathers the tokens before a product again.
     """
     settings = config.decoder
     width = _FLOAT32_BYTES
@@ -246,7 +257,7 @@ def _layer_sublayers(config: Config, layer: int, half: bool, share: int) -> dict
         shared = share
     stream = _FLOAT32_BYTES * hidden // shared
     normed = width * hidden  # each product of a rank needs all tokens
-    if layer in comm_recompute_layers(config):
+    if gathers:
         normed //= shared
     heads = _heads(settings, half) // share
     attention = _SublayerMemory(stream, normed, heads, heads)
