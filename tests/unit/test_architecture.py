@@ -47,7 +47,7 @@ ROOMS = (
     ("trainer.plan.division", "trainer.plan.device.model_facts"),
     ("trainer.plan.activations", "trainer.plan.device"),
     ("trainer.plan.memory", "trainer.plan.experts"),
-    ("trainer.plan.pipeline",),
+    ("trainer.plan.pipeline", "trainer.plan.weight_traffic"),
     ("trainer.plan.traffic",),
     ("trainer.plan",),
     ("trainer.launch.restart",),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
@@ -25,17 +25,27 @@ if TYPE_CHECKING:
     from trainer.config.schema.classifier import ClassifierConfig
 
 
-class _Products(NamedTuple):
+Operator: TypeAlias = Literal["products", "experts", "attention"]
+"""A class of operators with a rate of its own: products with matrices, with the matrices of experts, and attention."""
+
+
+class Products(NamedTuple):
     """Products with one token (or image): so many weights, or pairs of numbers of attention."""
 
     weights: float
     gets_gradient: bool  # whether the backward pass needs the gradient of the input
     is_trained: bool  # whether it needs that of the weight; of attention, whose both sides are activations, as above
+    operator: Operator = "products"
+
+    @property
+    def forward(self) -> float:
+        """Returns the floating-point operations of one token in the forward pass."""
+        return 2 * self.weights
 
     @property
     def flops(self) -> float:
         """Returns the floating-point operations of one token, forward and backward."""
-        return 2 * self.weights * (1 + self.gets_gradient + self.is_trained)
+        return self.forward * (1 + self.gets_gradient + self.is_trained)
 
 
 def flops_per_sequence(config: Config) -> float:
@@ -47,17 +57,18 @@ def flops_per_sequence(config: Config) -> float:
     """
     if config.classifier is not None:
         return sum(each.flops for each in _classifier_products(config.classifier, config.trains))
-    tokens = config.decoder.seq_length
-    return tokens * sum(each.flops for each in _decoder_products(config))
+    layers, ends = decoder_products(config)
+    return config.decoder.seq_length * sum(each.flops for part in (*layers, ends) for each in part)
 
 
-def _classifier_products(settings: ClassifierConfig, trains: bool) -> Iterator[_Products]:
+def _classifier_products(settings: ClassifierConfig, trains: bool) -> Iterator[Products]:
     matrices = [math.prod(shape) for shape in parameter_shapes(settings).values() if len(shape) > 1]
     for layer, weights in enumerate(matrices):
-        yield _Products(weights, trains and layer > 0, trains)  # images need no gradient
+        yield Products(weights, trains and layer > 0, trains)  # images need no gradient
 
 
-def _decoder_products(config: Config) -> Iterator[_Products]:
+def decoder_products(config: Config) -> tuple[list[list[Products]], list[Products]]:
+    """Returns the products of each layer, then those outside of layers: of the head and of the embedding's mappings."""
     spec = model_spec(config.decoder)
     parameters = spec.parameters()
     trains = config.trains
@@ -66,20 +77,25 @@ def _decoder_products(config: Config) -> Iterator[_Products]:
     if trains:
         frozen = frozen_names(config)
         first = spec.first_reached(parameters.keys() - frozen)
-    for layer in range(len(spec.layers)):
-        yield from _layer_products(spec, layer, config.decoder.seq_length, frozen, trains and layer >= first)
+    length = config.decoder.seq_length
+    layers = [
+        list(_layer_products(spec, layer, length, frozen, trains and layer >= first))
+        for layer in range(len(spec.layers))
+    ]
     head = HEAD
     if spec.tied:
         head = EMBEDDING
+    ends = []
     for name, passes in ((MAPPING_IN, 1), (MAPPING_OUT, 1), (head, 1 + spec.mtp_modules)):
         if name in parameters:
             reached = trains and (name != MAPPING_IN or EMBEDDING not in frozen)
-            yield _Products(passes * math.prod(parameters[name].shape), reached, trains and name not in frozen)
+            ends.append(Products(passes * math.prod(parameters[name].shape), reached, trains and name not in frozen))
+    return layers, ends
 
 
 def _layer_products(
     spec: ModelSpec, layer: int, length: int, frozen: Collection[str], reached: bool
-) -> Iterator[_Products]:
+) -> Iterator[Products]:
     """Yields the products of a layer, or of a multi-token prediction module without its head.
 
     Args:
@@ -89,10 +105,14 @@ def _layer_products(
     for name, parameter in spec.layer_parameters(layer).items():
         if parameter.role not in ("matrix", "router", "adapter"):
             continue
-        yield _Products(spec.layers[layer].active_size(parameter), reached, reached and name not in frozen)
+        operator: Operator = "products"
+        if parameter.sharding == "expert":
+            operator = "experts"
+        size = spec.layers[layer].active_size(parameter)
+        yield Products(size, reached, reached and name not in frozen, operator)
     attention = spec.layers[layer].attention
     numbers = attention.heads * (attention.head_size + attention.value_size)
-    yield _Products(keys_seen(length, attention.window) * numbers, reached, reached)
+    yield Products(keys_seen(length, attention.window) * numbers, reached, reached, "attention")
 
 
 def keys_seen(length: int, window: int | None) -> float:

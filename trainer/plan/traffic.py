@@ -11,8 +11,7 @@ Legend: N tokens of a micro-batch on a rank, D hidden.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,32 +20,23 @@ from trainer.config.checks.parallel import (
     micro_batches_per_step,
     parallel_degrees,
     runs_semi_auto,
-    shard_threshold_bytes,
-    sharding_ranks,
-    shards_optimizer,
-    zero_level,
 )
-from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
-from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN
 from trainer.models.spec.saved import logit_rows
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import precision_of
-from trainer.optim.freeze import trained_shapes
-from trainer.optim.groups import parameter_groups
-from trainer.parallel.layout import SHARD_GROUPS, SUM_GROUPS, ModelLayout, SumGroup
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate
-from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, shard_range
-from trainer.plan.division import fullest_rank, micro_batch_tokens, model_layout_for, rank_groups
+from trainer.parallel.sharding import FLOAT32_BYTES, Collective, bytes_sent
+from trainer.plan.division import fullest_rank, micro_batch_tokens, rank_groups
+from trainer.plan.weight_traffic import Call, JobInfo, weight_calls
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.schema.moe import MoEConfig
     from trainer.parallel.world import World
 
-_MODULE_NORM = "shared_head.norm.weight"
 EVEN_ROWS = "rows of experts, if routed evenly"
 _COUNT_BYTES = 8  # of the number of rows for an expert
 
@@ -84,17 +74,6 @@ class TrafficPlan:
     stage_bytes: tuple[int, ...]
 
 
-class _Call(NamedTuple):
-    """`times` calls of one collective, each with `input_bytes` of this rank."""
-
-    group: str
-    what: str
-    kind: Collective
-    input_bytes: int
-    times: int
-    item_bytes: int = FLOAT32_BYTES  # bytes of a number
-
-
 def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | None:
     """Returns the communication volume of the busiest rank.
 
@@ -102,7 +81,7 @@ def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | Non
     """
     if world.size == 1 or runs_semi_auto(config, world) or config.classifier is not None:
         return None
-    job = _JobInfo.from_config(config, world)
+    job = JobInfo.from_config(config, world)
     degrees = parallel_degrees(config, world)
     volumes = []
     for stage in range(degrees.pipeline_stage):
@@ -112,32 +91,14 @@ def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | Non
     return TrafficPlan(busiest, volumes[busiest], tuple(totals))
 
 
-class _JobInfo(NamedTuple):
-    """The facts that all ranks share."""
-
-    spec: ModelSpec
-    layout: ModelLayout
-    trained: frozenset[str]
-    recomputed: Sequence[str]  # what of each layer the backward pass recomputes
-    first: int  # of `ModelSpec.first_reached`
-
-    @classmethod
-    def from_config(cls, config: Config, world: World) -> _JobInfo:
-        """Collects the facts of a job."""
-        spec = model_spec(config.decoder)
-        layout = model_layout_for(config, world)
-        trained = frozenset(trained_shapes(config))
-        return cls(spec, layout, trained, recomputed_parts(config), spec.first_reached(trained))
-
-
 def rank_traffic(
-    config: Config, world: World, device: str, where: MeshCoordinate, job: _JobInfo | None = None
+    config: Config, world: World, device: str, where: MeshCoordinate, job: JobInfo | None = None
 ) -> tuple[CommVolume, ...]:
     """Returns what one rank sends in a step whose micro-batches all have loss tokens."""
     rank = Mesh(parallel_degrees(config, world)).rank_at(where)
     groups = rank_groups(config, world, rank)
     volumes: dict[tuple[str, str, Collective], tuple[int, int]] = {}
-    for call in _calls(config, world, device, where, job or _JobInfo.from_config(config, world)):
+    for call in _calls(config, world, device, where, job or JobInfo.from_config(config, world)):
         ranks = groups[call.group]
         if not call.times or len(ranks) == 1:
             continue
@@ -151,31 +112,17 @@ def rank_traffic(
     return tuple(CommVolume(*key, *values) for key, values in volumes.items())
 
 
-def _calls(config: Config, world: World, device: str, where: MeshCoordinate, job: _JobInfo) -> Iterator[_Call]:
-    layout = job.layout
+def _calls(config: Config, world: World, device: str, where: MeshCoordinate, job: JobInfo) -> Iterator[Call]:
     degrees = parallel_degrees(config, world)
     number = micro_batches_per_step(config, degrees)
     for call in _micro_batch_calls(config, world, device, where, job):
         yield call._replace(times=call.times * number)
-    sizes = {}
-    for name in layout.parameters:
-        if layout.holds(name, where) and not is_buffer(name):
-            sizes[name] = math.prod(layout.shard(name, where).shape)
-    trained = {name: size for name, size in sizes.items() if name in job.trained}
-    shared = _ZeroShards.from_config(config, world, layout, where, sizes)
-    if shared.level > "level1":
-        scattered = {name for name in trained if name in shared.sizes}
-    else:
-        scattered = set()
-    yield from _sums_of_gradients(layout, trained, shared, scattered, number)
-    if shared.level == "level3":
-        yield from _gathered_weights(job, shared, where, number)
-    yield from _update_calls(config, layout, shared, trained)
+    yield from weight_calls(config, world, where, job)
 
 
 def _micro_batch_calls(
-    config: Config, world: World, device: str, where: MeshCoordinate, job: _JobInfo
-) -> Iterator[_Call]:
+    config: Config, world: World, device: str, where: MeshCoordinate, job: JobInfo
+) -> Iterator[Call]:
     """Yields the calls of the passes of one micro-batch: all but those for gradients and weights."""
     spec = job.spec
     degrees = parallel_degrees(config, world)
@@ -189,19 +136,33 @@ def _micro_batch_calls(
         stage_chunks = chunk_layers(config)
     else:
         stage_chunks = [[list(range(spec.num_layers))]]
-    sizes = _MessageSizes.from_config(config, world, device)
-    looks_up = not job.trained.isdisjoint((EMBEDDING, MAPPING_IN))
+    sizes = MessageSizes.from_config(config, world, device)
     for layer in [*(layer for chunk in stage_chunks[where.pipeline] for layer in chunk), *modules]:
-        part = job.recomputed[layer]
-        passes = _Passes(layer >= job.first, part, sizes.on_host or config.context.mode == 0)
-        yield from _tensor_calls(spec.layers[layer], sizes, passes)
-        yield from _context_calls(config, degrees, sizes, passes)
-        mlp = spec.layers[layer].mlp
-        if isinstance(mlp, MoeSpec):
-            yield from _expert_calls(config, mlp, degrees, sizes, passes)
-    lookups = (where.pipeline == 0) + len(modules)
+        passes = LayerPasses(layer >= job.first, job.recomputed[layer], sizes.on_host or config.context.mode == 0)
+        yield from layer_calls(config, degrees, spec.layers[layer], sizes, passes)
+    yield from end_calls(job, sizes, stage_chunks, where)
+
+
+def layer_calls(
+    config: Config, degrees: Degrees, layer: LayerSpec, sizes: MessageSizes, passes: LayerPasses
+) -> Iterator[Call]:
+    """Yields the calls of the passes of one micro-batch through a layer."""
+    yield from _tensor_calls(layer, sizes, passes)
+    yield from _context_calls(config, degrees, sizes, passes)
+    if isinstance(layer.mlp, MoeSpec):
+        yield from _expert_calls(config, layer.mlp, degrees, sizes, passes)
+
+
+def end_calls(
+    job: JobInfo, sizes: MessageSizes, stage_chunks: Sequence[Sequence[Sequence[int]]], where: MeshCoordinate
+) -> Iterator[Call]:
+    """Yields the calls of the passes of one micro-batch outside of layers: of embedding and head, and among stages."""
+    spec = job.spec
+    is_last = where.pipeline == len(stage_chunks) - 1
+    modules = spec.mtp_modules * is_last
+    lookups = (where.pipeline == 0) + modules
     stream = sizes._replace(width=FLOAT32_BYTES, gradient_width=FLOAT32_BYTES)  # the residual stream
-    scatters = looks_up
+    scatters = not job.trained.isdisjoint((EMBEDDING, MAPPING_IN))
     if sizes.on_host:
         scatters = EMBEDDING in job.trained
     yield from _leave(stream, "embedding", spec.embedding, lookups, lookups * scatters)
@@ -209,11 +170,11 @@ def _micro_batch_calls(
         head_sizes = sizes
         if sizes.on_host:
             head_sizes = stream
-        yield from _head_calls(spec, head_sizes, 1 + len(modules))
+        yield from _head_calls(spec, head_sizes, 1 + modules)
     yield from _stage_calls(sizes, spec.hidden, stage_chunks, job.first, where)
 
 
-def _head_calls(spec: ModelSpec, sizes: _MessageSizes, heads: int) -> Iterator[_Call]:
+def _head_calls(spec: ModelSpec, sizes: MessageSizes, heads: int) -> Iterator[Call]:
     """Yields the calls of the head: the ranks exchange three numbers of each token, on a CPU in blocks of rows."""
     what = "head and loss"
     rows = sizes.tokens
@@ -222,10 +183,10 @@ def _head_calls(spec: ModelSpec, sizes: _MessageSizes, heads: int) -> Iterator[_
         rows = logit_rows(sizes.tokens, -(-spec.vocabulary // sizes.tensor))
     blocks, rest = divmod(sizes.tokens, rows)
     for size, times in ((rows, blocks), (rest, bool(rest))):
-        yield _Call("tp", what, "all_gather", 3 * size * FLOAT32_BYTES, heads * times)
+        yield Call("tp", what, "all_gather", 3 * size * FLOAT32_BYTES, heads * times)
 
 
-class _MessageSizes(NamedTuple):
+class MessageSizes(NamedTuple):
     """The sizes on which the bytes of a rank's messages depend.
 
     Attributes:
@@ -247,7 +208,7 @@ class _MessageSizes(NamedTuple):
     on_host: bool
 
     @classmethod
-    def from_config(cls, config: Config, world: World, device: str) -> _MessageSizes:
+    def from_config(cls, config: Config, world: World, device: str) -> MessageSizes:
         """Computes the sizes of a job's messages on one kind of device."""
         degrees = parallel_degrees(config, world)
         on_host = device == "CPU"
@@ -268,7 +229,7 @@ class _MessageSizes(NamedTuple):
         )
 
 
-class _Passes(NamedTuple):
+class LayerPasses(NamedTuple):
     """How often a layer is computed.
 
     Attributes:
@@ -286,32 +247,32 @@ class _Passes(NamedTuple):
         return self.backward and self.part in ("block", sublayer)
 
 
-def _enter(sizes: _MessageSizes, what: str, columns: int, forward: int, backward: int) -> Iterator[_Call]:
+def _enter(sizes: MessageSizes, what: str, columns: int, forward: int, backward: int) -> Iterator[Call]:
     """Yields the calls of `TensorParallel.column_parallel_input`, so many times forward and backward."""
     numbers = sizes.tokens * columns
     if sizes.shares_rows:
-        yield _Call("tp", what, "all_gather", numbers // sizes.tensor * sizes.width, forward, sizes.width)
+        yield Call("tp", what, "all_gather", numbers // sizes.tensor * sizes.width, forward, sizes.width)
     yield _sum_over_tensor(sizes, what, numbers, backward)
 
 
-def _leave(sizes: _MessageSizes, what: str, columns: int, forward: int, backward: int) -> Iterator[_Call]:
+def _leave(sizes: MessageSizes, what: str, columns: int, forward: int, backward: int) -> Iterator[Call]:
     """Yields the calls of `TensorParallel.row_parallel_output`, so many times forward and backward."""
     numbers = sizes.tokens * columns
     width = sizes.gradient_width
     yield _sum_over_tensor(sizes, what, numbers, forward)
     if sizes.shares_rows:
-        yield _Call("tp", what, "all_gather", numbers // sizes.tensor * width, backward, width)
+        yield Call("tp", what, "all_gather", numbers // sizes.tensor * width, backward, width)
 
 
-def _sum_over_tensor(sizes: _MessageSizes, what: str, numbers: int, times: int) -> _Call:
+def _sum_over_tensor(sizes: MessageSizes, what: str, numbers: int, times: int) -> Call:
     if sizes.shares_rows:
         kind: Collective = "reduce_scatter"
     else:
         kind = "all_reduce"
-    return _Call("tp", what, kind, numbers * sizes.gradient_width, times, sizes.gradient_width)
+    return Call("tp", what, kind, numbers * sizes.gradient_width, times, sizes.gradient_width)
 
 
-def _tensor_calls(layer: LayerSpec, sizes: _MessageSizes, passes: _Passes) -> Iterator[_Call]:
+def _tensor_calls(layer: LayerSpec, sizes: MessageSizes, passes: LayerPasses) -> Iterator[Call]:
     """Yields the tensor-parallel calls of a layer: one before the first matrices of a sublayer and one after the last.
     """
     sublayers = [("attention", layer.attention.gathered_width, layer.attention.post_norm)]
@@ -326,7 +287,7 @@ def _tensor_calls(layer: LayerSpec, sizes: _MessageSizes, passes: _Passes) -> It
         yield from _leave(sizes, "layers", layer.attention.hidden, 1 + leaves_again, passes.backward)
 
 
-def _context_calls(config: Config, degrees: Degrees, sizes: _MessageSizes, passes: _Passes) -> Iterator[_Call]:
+def _context_calls(config: Config, degrees: Degrees, sizes: MessageSizes, passes: LayerPasses) -> Iterator[Call]:
     """Yields the calls of context parallelism; see `trainer.arrays.attention.context`.
 
     The ranks of a ring gather keys and values; those of Ulysses attention exchange heads for tokens.
@@ -357,22 +318,22 @@ def _context_calls(config: Config, degrees: Degrees, sizes: _MessageSizes, passe
         # The gradient of the results is what products take next.
         for columns, back in ((queries, gradient_width), (keys, gradient_width), (values, gradient_width),
                               (results, width)):  # fmt: skip
-            yield _Call(by_heads, what, "all_to_all", tokens * columns * width, forward, width)
-            yield _Call(by_heads, what, "all_to_all", tokens * columns * back, passes.backward, back)
+            yield Call(by_heads, what, "all_to_all", tokens * columns * width, forward, width)
+            yield Call(by_heads, what, "all_to_all", tokens * columns * back, passes.backward, back)
     if ulysses == ranks:
         return
     messages = [keys + values]
     if sizes.on_host:  # a device sends both together
         messages = [keys, values]
     for columns in messages:
-        yield _Call(by_ring, what, "all_gather", tokens * columns * width, forward, width)
+        yield Call(by_ring, what, "all_gather", tokens * columns * width, forward, width)
         gradient_bytes = ranks // ulysses * tokens * columns * gradient_width
-        yield _Call(by_ring, what, "reduce_scatter", gradient_bytes, passes.backward, gradient_width)
+        yield Call(by_ring, what, "reduce_scatter", gradient_bytes, passes.backward, gradient_width)
 
 
 def _expert_calls(
-    config: Config, mlp: MoeSpec, degrees: Degrees, sizes: _MessageSizes, passes: _Passes
-) -> Iterator[_Call]:
+    config: Config, mlp: MoeSpec, degrees: Degrees, sizes: MessageSizes, passes: LayerPasses
+) -> Iterator[Call]:
     """Yields the calls of an MoE layer; see `trainer.arrays.moe.dispatch` and `trainer.ops.dispatch`.
 
     The ranks of a tensor group share the tokens for the experts. On a CPU routed experts take and return float32.
@@ -385,8 +346,8 @@ def _expert_calls(
     yield from _router_calls(config, moe, degrees, local_tokens, forward)
     width = sizes.gradient_width
     if not sizes.shares_rows:
-        yield _Call("tp", "rows of experts", "all_gather", local_tokens * hidden * FLOAT32_BYTES, passes.backward)
-        yield _Call("tp", "rows of experts", "all_gather", local_tokens * hidden * width, forward, width)
+        yield Call("tp", "rows of experts", "all_gather", local_tokens * hidden * FLOAT32_BYTES, passes.backward)
+        yield Call("tp", "rows of experts", "all_gather", local_tokens * hidden * width, forward, width)
     if mlp.shared_width:
         by_rows = sizes._replace(shares_rows=True)
         yield from _enter(by_rows, "shared experts", hidden, forward, passes.backward)
@@ -397,23 +358,23 @@ def _expert_calls(
         what = "tokens of experts"
         ranks = degrees.expert_parallel
         choice_bytes = local_tokens * chosen * FLOAT32_BYTES
-        yield _Call("ep", what, "all_gather", choice_bytes, 2 * forward)  # experts, and gates
-        yield _Call("ep", what, "reduce_scatter", ranks * choice_bytes, passes.backward)
-        yield _Call("ep", what, "all_gather", local_tokens * row, forward + passes.backward, width)
-        yield _Call("ep", what, "reduce_scatter", ranks * local_tokens * row, forward + passes.backward, width)
+        yield Call("ep", what, "all_gather", choice_bytes, 2 * forward)  # experts, and gates
+        yield Call("ep", what, "reduce_scatter", ranks * choice_bytes, passes.backward)
+        yield Call("ep", what, "all_gather", local_tokens * row, forward + passes.backward, width)
+        yield Call("ep", what, "reduce_scatter", ranks * local_tokens * row, forward + passes.backward, width)
         return
     group = degrees.model_parallel * degrees.context_parallel
     capacity = moe.capacity(local_tokens * group)
     expert_rows = chosen * local_tokens
     if capacity is not None:
         expert_rows = min(expert_rows, capacity * moe.expert_num // group)
-    yield _Call("ep", "counts of rows", "all_to_all", moe.expert_num * _COUNT_BYTES, forward, _COUNT_BYTES)
-    yield _Call("ep", EVEN_ROWS, "all_to_all", expert_rows * row, 2 * (forward + passes.backward), width)
+    yield Call("ep", "counts of rows", "all_to_all", moe.expert_num * _COUNT_BYTES, forward, _COUNT_BYTES)
+    yield Call("ep", EVEN_ROWS, "all_to_all", expert_rows * row, 2 * (forward + passes.backward), width)
 
 
 def _router_calls(
     config: Config, moe: MoEConfig, degrees: Degrees, local_tokens: int, forward: int
-) -> Iterator[_Call]:
+) -> Iterator[Call]:
     """Yields the calls of a router.
 
     The ranks of a micro-batch gather the load of each expert for the balance loss. With a capacity they gather the
@@ -422,19 +383,19 @@ def _router_calls(
     what = "choices of routers"
     if not moe.balances_step:
         size = config.runner_config.batch_size * moe.expert_num * _COUNT_BYTES
-        yield _Call("tp_cp", what, "all_gather", size, forward, _COUNT_BYTES)
+        yield Call("tp_cp", what, "all_gather", size, forward, _COUNT_BYTES)
     if moe.capacity(local_tokens * degrees.model_parallel * degrees.context_parallel) is not None:
         choices = local_tokens * moe.num_experts_chosen * FLOAT32_BYTES
-        yield _Call("tp_cp", what, "all_gather", choices, 1 + (moe.drop_policy == "probability"))
+        yield Call("tp_cp", what, "all_gather", choices, 1 + (moe.drop_policy == "probability"))
 
 
 def _stage_calls(
-    sizes: _MessageSizes,
+    sizes: MessageSizes,
     hidden: int,
     stage_chunks: Sequence[Sequence[Sequence[int]]],
     first: int,
     where: MeshCoordinate,
-) -> Iterator[_Call]:
+) -> Iterator[Call]:
     """Yields the messages of a pipeline stage: activations to the next part of the model, gradients to the part before.
 
     Args:
@@ -450,151 +411,5 @@ def _stage_calls(
     size = sizes.tokens * hidden * FLOAT32_BYTES
     if sizes.shares_rows:
         size //= sizes.tensor
-    yield _Call("pp", "activations", "send", size, sum(part < len(parts) - 1 for part in local_parts))
-    yield _Call("pp", "their gradients", "send", size, sum(part > trained for part in local_parts))
-
-
-@dataclass
-class _Numbers:
-    """An array of `size` numbers, as `buckets` takes it."""
-
-    size: int
-
-
-class _ZeroShards(NamedTuple):
-    """The shards of parameters among ranks with the same part of the model.
-
-    Attributes:
-        level: The result of `zero_level`; empty without sharding.
-        sizes: Numbers in this rank's shard, by the names of the sharded parameters.
-        has_replicas: Whether other data-parallel ranks have the same shards.
-    """
-
-    layout: ModelLayout
-    level: str
-    sizes: dict[str, int]
-    has_replicas: bool = False
-
-    @classmethod
-    def from_config(
-        cls, config: Config, world: World, layout: ModelLayout, where: MeshCoordinate, sizes: Mapping[str, int]
-    ) -> _ZeroShards:
-        """Computes the shards of the rank at a mesh coordinate from the local sizes of its parameters."""
-        if not shards_optimizer(config, world):
-            return cls(layout, "", {})
-        degrees = layout.degrees
-        least = shard_threshold_bytes(config)
-        shard_sizes = {}
-        sharding = sharding_ranks(config, degrees)
-        replicas = sharding * degrees.context_parallel
-        replica = where.data % sharding * degrees.context_parallel + where.context
-        for name, size in sizes.items():
-            group = replicas
-            position = replica
-            if is_expert(name):
-                group = replicas * degrees.model_parallel // degrees.expert_parallel
-                position = (replica * degrees.model_parallel + where.tensor) // degrees.expert_parallel
-            if 1 < group <= size and size * FLOAT32_BYTES >= least:
-                shard = shard_range(size, position, group)
-                shard_sizes[name] = shard.stop - shard.start
-        return cls(layout, zero_level(config), shard_sizes, sharding < degrees.data_parallel)
-
-    def group(self, name: str) -> str:
-        """Returns the group whose ranks shard a parameter."""
-        if self.has_replicas:
-            return SHARD_GROUPS[self._data_group(name)][0]
-        return self._data_group(name)
-
-    def sums(self, name: str) -> Iterator[SumGroup]:
-        """Yields the groups over which the gradient of a parameter is summed, one after the other."""
-        for kind in self.layout.parameters[name].sums:
-            if self.has_replicas and name in self.sizes:
-                yield from SHARD_GROUPS.get(kind, (kind,))
-            else:
-                yield kind
-
-    def _data_group(self, name: str) -> SumGroup:
-        if is_expert(name):
-            return "expert_dp"
-        return "dp_cp"
-
-
-def _sums_of_gradients(
-    layout: ModelLayout, sizes: Mapping[str, int], shared: _ZeroShards, scattered: Collection[str], times: int
-) -> Iterator[_Call]:
-    """Yields the sums of gradients: bucket by bucket for each group, and `times` calls for each `scattered` gradient.
-    """
-    what = "sums of gradients"
-    for name in sizes:
-        if name in scattered:
-            for kind in layout.parameters[name].sums:
-                if kind in ("tp", "kv"):
-                    yield _Call(kind, what, "all_reduce", sizes[name] * FLOAT32_BYTES, times)
-            yield _Call(shared.group(name), what, "reduce_scatter", sizes[name] * FLOAT32_BYTES, times)
-            for kind in shared.sums(name):
-                if kind in ("dp_replicas", "expert_replicas"):
-                    yield _Call(kind, what, "all_reduce", shared.sizes[name] * FLOAT32_BYTES, times)
-    for kind in SUM_GROUPS:
-        gradients = []
-        for name, size in sizes.items():
-            if kind not in shared.sums(name):
-                continue
-            if name not in scattered:
-                gradients.append(_Numbers(size))
-            elif kind == "embedding":
-                gradients.append(_Numbers(shared.sizes[name]))
-        for bucket in buckets(gradients, BUCKET_BYTES):
-            yield _Call(kind, what, "all_reduce", sum(one.size for one in bucket) * FLOAT32_BYTES, 1)
-
-
-def _update_calls(
-    config: Config, layout: ModelLayout, shared: _ZeroShards, sizes: Mapping[str, int]
-) -> Iterator[_Call]:
-    """Yields the gathers of updated weights, and of the directions of matrices that Muon updates."""
-    shapes = {name: layout.parameters[name].shape for name in sizes}
-    update_groups = parameter_groups(shapes, config.optimizer)
-    by_muon = {name for each in update_groups if each.optimizer == "Muon" for name in each.parameters}
-    for name in sizes:
-        one = layout.parameters[name]
-        if name in by_muon and name in shared.sizes:
-            yield _Call(shared.group(name), "Muon", "all_gather", shared.sizes[name] * FLOAT32_BYTES, 1)
-        if name in by_muon and one.by == "tp" and one.shards > 1:
-            yield _Call("tp", "Muon", "all_gather", sizes[name] * FLOAT32_BYTES, 1)
-    if shared.level not in ("level1", "level2"):
-        return
-    for group in SUM_GROUPS:
-        names = [name for name in sizes if shared.group(name) == group and name not in by_muon]
-        updated = sum(shared.sizes.get(name, 0) for name in names)
-        yield _Call(group, "updated weights", "all_gather", updated * FLOAT32_BYTES, bool(updated))
-
-
-def _gathered_weights(
-    job: _JobInfo, shared: _ZeroShards, where: MeshCoordinate, micro_batches: int
-) -> Iterator[_Call]:
-    """Yields the gathers of sharded weights before their forward and backward passes."""
-    spec = job.spec
-    is_last = where.pipeline == shared.layout.degrees.pipeline_stage - 1
-    modules = spec.mtp_modules * is_last
-    lookups = (where.pipeline == 0) + modules
-    looks_up = not job.trained.isdisjoint((EMBEDDING, MAPPING_IN))
-    heads = (1 + modules) * is_last
-    last_module = spec.num_layers + modules - 1
-    uses = {
-        EMBEDDING: lookups,  # the gradient of a look-up needs no values
-        MAPPING_IN: lookups * (1 + looks_up),
-        MAPPING_OUT: 2 * heads,
-        FINAL_NORM: 2 * (1 + (modules > 0)),  # of the head, and of what enters the first module
-    }
-    head = HEAD
-    if spec.tied:
-        head = EMBEDDING
-    uses[head] = uses.get(head, 0) + 2 * heads
-    for name, size in shared.sizes.items():
-        times = uses.get(name)
-        if times is None:
-            layer = int(name.split(".")[2])
-            times = 1 + (layer >= job.first)
-            if name.endswith(_MODULE_NORM) and layer < last_module:
-                times *= 2
-        gathers = times * micro_batches
-        yield _Call(shared.group(name), "weights for their use", "all_gather", size * FLOAT32_BYTES, gathers)
+    yield Call("pp", "activations", "send", size, sum(part < len(parts) - 1 for part in local_parts))
+    yield Call("pp", "their gradients", "send", size, sum(part > trained for part in local_parts))

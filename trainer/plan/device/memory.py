@@ -402,7 +402,8 @@ def _kept_of_layer(
 ) -> dict[str, int]:
     """Returns the bytes that each sublayer of a layer, and the block, saves for a token in explicit mode.
 
-    Residuals are float32. It counts the results of both output projections, and queries and keys before and after their norm.
+    Residuals are float32. It counts the results of both output projections, and queries and keys before and after
+    their norm.
 
     Args:
         settings: Which kernels are used.
