@@ -70,7 +70,8 @@ ROOMS = (
     ("trainer.run.prepare",),
     ("trainer.audit",),
     ("trainer.run",),
-    ("trainer.dryrun",),
+    # A trace observes the steps of a run.
+    ("trainer.dryrun", "trainer.trace"),
     ("trainer.smoke", "trainer.sweep"),
     ("trainer.convert",),
     ("trainer.ci",),

@@ -111,9 +111,14 @@ class PartWeights:
 def run_part(
     part: DecoderPart, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
     dropout: LayerDropout | None = None, max_logits: np.ndarray | None = None,
+    on_saved: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Results:  # fmt: skip
-    """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass recomputes it."""
-    cell = _PartCell(part, weights, len(inputs), constants, save, dropout, max_logits)
+    """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass recomputes it.
+
+    Args:
+        on_saved: Called before the backward pass with the arrays that are saved for it.
+    """
+    cell = _PartCell(part, weights, len(inputs), constants, save, dropout, max_logits, on_saved)
     return cell(*inputs, *(weights.named[name] for name in cell.trained))
 
 
@@ -123,9 +128,11 @@ class _PartCell(nn.Cell):
     def __init__(
         self, part: DecoderPart, weights: PartWeights, inputs: int, constants: Sequence[Any], save: bool,
         dropout: LayerDropout | None, max_logits: np.ndarray | None,
+        on_saved: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:  # fmt: skip
         super().__init__(auto_prefix=False)
         self.max_logits = max_logits
+        self.on_saved = on_saved
         self.part = part
         self.weights = weights
         self.trained = weights.trained
@@ -167,6 +174,8 @@ class _PartCell(nn.Cell):
                 recomputed = SublayerCall(weights, dropout=self.dropout, compute_output=False)
                 self.part.forward(recomputed, *inputs)
                 saved = recomputed.saved
+            if self.on_saved is not None:
+                self.on_saved(saved)
             call = SublayerCall(
                 weights, dropout=self.dropout, saved=saved, trained=self.trained, input_gradient=self.inputs > 0
             )

@@ -1,4 +1,4 @@
-"""The commands that take no configuration: they inspect a job, files or this machine."""
+"""The commands beside a run: they inspect a job, files, what a training computes, or this machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from trainer.cli.loading import gc_disabled
 from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
 from trainer.input_files import user_path
 
 if TYPE_CHECKING:
+    from trainer.cli.flags import Arguments
     from trainer.convert.merge import Method
 
 _NO_FOLDING = 10_000  # columns of a table that no terminal shows
@@ -165,6 +167,52 @@ def _merge(
     )  # fmt: skip
     print(merge(options))
     return EXIT_OK
+
+
+@tools.command("trace")
+def _trace(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option("--output", help="The folder of the trace.", metavar="DIR")],
+    config: Annotated[str | None, typer.Option("--config", help="The YAML file.", metavar="FILE")] = None,
+    options: Annotated[str | None, typer.Option("--options", help="Other keys: a.b=c.", metavar="KEY=VALUE")] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to record.", metavar="INT")] = 1,
+    full: Annotated[
+        str, typer.Option("--full", help="Also write tensors of these names, with * and ?.", metavar="PATTERN")
+    ] = "",
+    against: Annotated[
+        Path | None, typer.Option("--against", help="Compare with this trace, or msprobe's dump.", metavar="DIR")
+    ] = None,
+) -> int:
+    """Records what each layer computes in training steps, on each rank; compares it with another record.
+
+    With --config it trains and writes --output; under launch each rank writes its shards. With --against it compares
+    --output, the right numbers, with another folder. It names the first layer, tensor and rank that differ by more than
+    rounding explains.
+
+    Exit code 1: the records differ.
+    """
+    arguments: Arguments | None = context.obj
+    folder = user_path(output, "flag --output")
+    report_progress = functools.partial(print, file=sys.stderr, flush=True)
+    if steps < 1:
+        raise UserError("must be at least 1", where="flag --steps", key="--steps", value=steps, fix="write --steps 1")
+    is_first_rank = True
+    if arguments is not None and arguments.config is not None:
+        from trainer.config import load_config
+        from trainer.trace.run import record_trace
+
+        receive_signals_in_a_thread()
+        with gc_disabled():
+            loaded = load_config(arguments.config, arguments.overrides)
+        is_first_rank = record_trace(loaded, steps, folder, full, report_progress).rank == 0
+    elif against is None:
+        fix = "write --config FILE to record a trace, or --against DIR to compare two"
+        raise UserError("there is nothing to do", key="trace", fix=fix)
+    if against is None or not is_first_rank:
+        return EXIT_OK
+    from trainer.trace.report import compare_folders
+
+    return compare_folders(folder, user_path(against, "flag --against"), functools.partial(print, flush=True))
 
 
 @tools.command("smoke-worker", hidden=True)

@@ -12,7 +12,7 @@ import ipaddress
 import re
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer.cli.flags import split_arguments
@@ -26,6 +26,8 @@ from trainer.launch.restart import make_restart_plan
 from trainer.parallel.world import World
 from trainer.plan.plan import Plan
 
+TRACE_VALUES = ("--output", "--steps", "--full", "--against")
+"""The flags of the command `trace`."""
 _LAST_PORT = 65_535
 _MIB = 1 << 20
 # RFC 1123: labels of letters, digits and dashes; underscores occur in the names of containers.
@@ -175,10 +177,13 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
     Raises:
         UserError: A mistake in flags or file, or the run would overwrite the launcher's logs.
     """
-    arguments = split_arguments(options.arguments)
+    values: Sequence[str] = ()
+    if options.arguments[:1] == ("trace",):
+        values = TRACE_VALUES
+    arguments = split_arguments(options.arguments, command_options=values)
     command = [word for word in arguments.rest if word != "train"]
-    if command:
-        rule = "only trainings, evaluations and predictions run on several ranks"
+    if command and not values:
+        rule = "only trainings, evaluations, predictions and traces run on several ranks"
         fix = "leave `launch` out"
         if command[0] == "plan":
             fix = "write `plan --ranks 8` to plan a job"

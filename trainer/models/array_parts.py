@@ -230,18 +230,24 @@ class ArrayParts:
         assert self.dropout is not None
         dropout = self.dropout.layer_dropout(spec, number, call.dropout, call.inputs)
         aux_loss = z_loss = None
+        observer = call.observer
+        on_saved = None
+        if observer is not None:
+            x_ND = observer.stream(number, "input", x_ND)
+            on_saved = functools.partial(observer.saved, number)
         for name, weights in self.layers[number].items():
             save = statistics is not None and self.save[number][name]
             if isinstance(spec.mlp, MoeSpec) and name == "experts":
                 moe = self.experts.moe
                 assert moe is not None
                 experts = ExpertsPart(moe, self.experts.inputs(number, x_ND, call))
-                x_ND = run_part(experts, weights, (x_ND,), save=save, dropout=dropout)
+                x_ND = run_part(experts, weights, (x_ND,), save=save, dropout=dropout, on_saved=on_saved)
                 if statistics is not None:
                     x_ND, aux_loss, z_loss = x_ND
                     statistics.routings.append((number, experts.routing, experts.scores_NE))
             elif name == "mlp":
-                x_ND = run_part(self.mlp_of(spec.mlp), weights, (x_ND,), save=save, dropout=dropout)
+                mlp = self.mlp_of(spec.mlp)
+                x_ND = run_part(mlp, weights, (x_ND,), save=save, dropout=dropout, on_saved=on_saved)
             else:
                 attention = self.attention_of(spec.attention)
                 part: DecoderPart = attention
@@ -255,7 +261,9 @@ class ArrayParts:
                 max_logits = None
                 if statistics is not None:
                     max_logits = statistics.max_logits.get(number)
-                x_ND = run_part(part, weights, inputs, constants, save, dropout, max_logits)
+                x_ND = run_part(part, weights, inputs, constants, save, dropout, max_logits, on_saved)
+            if observer is not None:
+                x_ND = observer.stream(number, name, x_ND)
         return x_ND, aux_loss, z_loss
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
@@ -269,7 +277,10 @@ class ArrayParts:
         if number:
             labels = call.inputs.mtp[number - 1]
         arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1), call.inputs.pairs
-        return run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
+        loss = run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
+        if call.observer is not None:
+            call.observer.loss(number, loss)
+        return loss
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""

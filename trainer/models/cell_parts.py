@@ -210,8 +210,10 @@ class CellParts:
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the residual stream after a layer, and the auxiliary loss and z-loss of its router, if it has one."""
-        inputs, dropout, statistics = call
+        inputs, dropout, statistics, observer = call
         aux_loss = z_loss = None
+        if observer is not None:
+            x_ND = observer.stream(number, "input", x_ND)
         for name, part in self.layers[number].items():
             if isinstance(part, MoeFunction):
                 x_ND, aux_loss, z_loss = part(
@@ -222,6 +224,8 @@ class CellParts:
                 )
             else:
                 x_ND = part(x_ND, partial(self._constants, name, number, inputs, dropout))
+            if observer is not None:
+                x_ND = observer.stream(number, name, x_ND)
         return x_ND, aux_loss, z_loss
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
@@ -232,7 +236,10 @@ class CellParts:
         arguments = [_view(self.norms[number]), _view(self.head_weight), labels.labels_N, labels.valid_N1]
         if self.mapping_out is not None:
             arguments.append(_view(self.mapping_out))
-        return self.head_loss(x_ND, *arguments)
+        loss = self.head_loss(x_ND, *arguments)
+        if call.observer is not None:
+            call.observer.loss(number, loss)
+        return loss
 
     def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
         """Returns the arguments of a part of a layer before its weights, and those after them."""

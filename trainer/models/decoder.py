@@ -20,7 +20,7 @@ from trainer.models.cell_parts import CellParts
 from trainer.models.compute_weights import ModelParams
 from trainer.models.dropout import DropoutShards
 from trainer.models.frozen import FrozenMatrix
-from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, RouterStatistics
+from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, PassObserver, RouterStatistics
 from trainer.models.recompute import Compiled
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.init import initial_value
@@ -207,8 +207,9 @@ class Decoder(DecoderForward):
         self.run_head = self.parts.run_head
 
     def construct(
-        self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
-    ) -> LossSums:
+        self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None,
+        observer: PassObserver | None = None,
+    ) -> LossSums:  # fmt: skip
         """Returns the sums of the losses of all loss tokens.
 
         Args:
@@ -216,11 +217,13 @@ class Decoder(DecoderForward):
             dropout: Names the masks; None (evaluation) or rates of 0 drop nothing.
             statistics: In a training records what routers decide; tokens beyond the expert capacity are dropped, and
                 the MTP modules run. None: evaluation.
+            observer: Sees what the parts compute.
         """
         modules = 0
         if statistics is not None:
             modules = self.mtp_modules
-        return LossSums(*self.losses(inputs.ids_N, modules, DecoderCall(inputs, dropout, statistics)))
+        call = DecoderCall(inputs, dropout, statistics, observer)
+        return LossSums(*self.losses(inputs.ids_N, modules, call))
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Returns the residual stream after the last block, before the final norm, without dropout: [N, D]."""

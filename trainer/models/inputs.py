@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from mindspore import Tensor
@@ -131,12 +131,32 @@ class RouterStatistics:
         return metric_functions().routing_counts(layers, [Routing(*routing) for routing in routings], scores)
 
 
+class PassObserver(Protocol):
+    """Sees what the parts of a decoder compute for one micro-batch, and changes nothing."""
+
+    def stream(self, layer: int, part: str, x_ND: Tensor) -> Tensor:
+        """Returns the residual stream, which it also sees, now and as a gradient in the backward pass.
+
+        Args:
+            layer: The layer that takes the stream, or has computed it.
+            part: "input", or the part of the layer that was the last to add to the stream: "block", "attention", "mlp"
+                or "experts".
+        """
+
+    def saved(self, layer: int, arrays: Mapping[str, Any]) -> None:
+        """Sees the arrays that a part of a layer has saved for its backward pass; only native layers call this."""
+
+    def loss(self, head: int, sum_: Tensor) -> None:
+        """Sees the sum of the token losses of a head, see `run_head`."""
+
+
 class DecoderCall(NamedTuple):
     """The arguments of one call of `Decoder`, for its parts."""
 
     inputs: ModelInputs
     dropout: DropoutKey | None = None
     statistics: RouterStatistics | None = None
+    observer: PassObserver | None = None
 
 
 class PredictionCall(NamedTuple):

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from mindspore import ParameterTuple, Tensor, ops
@@ -90,6 +90,18 @@ class StepResult:
     clipped_heads: int | None = None  # heads whose queries and keys QK-clip has scaled; None: it did not act
 
 
+class StepObserver(Protocol):
+    """Sees what a training step computes, and changes nothing."""
+
+    def micro_batch(
+        self, number: int, batch: Any, inputs: ModelInputs, statistics: RouterStatistics
+    ) -> PassObserver | None:
+        """Sees the inputs of a micro-batch; returns the observer of its passes."""
+
+    def gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Sees the gradients of the step by the parameters' names, summed over the ranks, times the loss scale."""
+
+
 class CheckpointShard(NamedTuple):
     """The arrays, or shards of arrays, that one rank writes to a checkpoint."""
 
@@ -121,6 +133,9 @@ class TrainStep:
         averages: Averages of the weights, which are updated after each update of the weights; None: none.
         loss: The loss of answers that are compared, a mean over the pairs or records of the global batch; None: of
             tokens or images.
+
+    Attributes:
+        observer: Sees what the steps compute, if it is set.
     """
 
     computes_together = False  # ranks evaluate different batches
@@ -151,6 +166,7 @@ class TrainStep:
         self.wrapper = wrapper
         self.seed = seed
         self.guards = UpdateGuard(wrapper, stop_at_bad_loss)
+        self.observer: StepObserver | None = None
         self.communicator = communicator or Communicator()
         self.pipeline = pipeline
         self.first_weights = ""  # the digest of the weights that a loss of preferences compares with
@@ -247,6 +263,8 @@ class TrainStep:
             rank_flags=rank_flags, run_pipeline=run_pipeline, count_items=self.count_items,
         )  # fmt: skip
         self.model.compute_weights.end_step()
+        if self.observer is not None:
+            self.observer.gradients(dict(zip(self.optimizer.parameters, gradients.gradients or (), strict=False)))
         result = apply_gradients(gradients, lr, self.optimizer, self.wrapper, self.guards)
         if self.has_labels:
             result = replace(result, losses=add_margin(result.losses))
@@ -293,7 +311,10 @@ class TrainStep:
         inputs = self.build_inputs(batch)
         if self.has_labels:
             inputs.pairs.divergence = self.divergence
-        return DecoderCall(inputs, dropout, statistics)
+        observer = None
+        if self.observer is not None:
+            observer = self.observer.micro_batch(number, batch, inputs, statistics)
+        return DecoderCall(inputs, dropout, statistics, observer)
 
     def _global_divergence(self, micro_batches: Sequence[Batch]) -> float | None:
         """Computes the divergence over all micro-batches and ranks; None if there is only one, which computes it."""
@@ -306,7 +327,7 @@ class TrainStep:
             if not self.count_items(batch):
                 continue
             # With the dropout of the training pass, but without its gradients.
-            call = self.decoder_call(batch, number)._replace(statistics=None)
+            call = self.decoder_call(batch, number)._replace(statistics=None, observer=None)
             self.model(*call)
             pairs = call.inputs.pairs
             assert pairs is not None and pairs.labelled is not None

@@ -1,0 +1,52 @@
+"""What a trace cannot observe, or could not compare: one message each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainer.config import Config
+from trainer.config.checks.parallel import runs_semi_auto, shards_optimizer, zero_level
+from trainer.config.checks.problem import ConfigError, problem
+from trainer.config.recompute import RecomputeConfig
+from trainer.parallel.world import World
+
+
+def trace_problems(config: Config, world: World) -> Iterator[ConfigError]:
+    """Yields what keeps a configuration from being traced."""
+    if not config.trains:
+        yield problem(config, "run_mode", "a trace observes training steps", "write train")
+        return
+    if config.classifier is not None:
+        yield problem(config, "model.arch.type", "a trace observes language models", "name one of their classes")
+        return
+    if config.loss is not None:
+        yield problem(config, "loss", "a trace observes the loss of tokens", "leave it out")
+    if config.resume_training:
+        fix = "leave it out: load_checkpoint gives the weights"
+        yield problem(config, "resume_training", "a trace begins with the first step", fix)
+    if runs_semi_auto(config, world):
+        rule = "semi-automatic mode computes a step in one graph, where nothing can be observed"
+        yield problem(config, "parallel.parallel_mode", rule, "write DATA_PARALLEL for the trace")
+    if shards_optimizer(config, world) and zero_level(config) != "level1":
+        key = "parallel.parallel_optimizer_config.optimizer_level"
+        rule = "ranks have ranges of gradients, which a trace does not know"
+        yield problem(config, key, rule, "write level1, which computes the same numbers")
+    rates = {f"model.model_config.{name}": getattr(config.decoder, name) for name in _DROPOUT}
+    if config.decoder.pet_config is not None:
+        rates["model.model_config.pet_config.lora_dropout"] = config.decoder.pet_config.lora_dropout
+    for key, rate in rates.items():
+        if rate:
+            rule = "ranks draw other masks than one rank does, so that nothing would be equal"
+            yield problem(config, key, rule, "write 0 for the trace")
+
+
+_DROPOUT = ("hidden_dropout", "attention_dropout")
+
+
+def with_sublayers(config: Config) -> Config:
+    """Returns a configuration whose layers compute their sublayers one by one, so that each can be seen.
+
+    It recomputes the feed-forward sublayers, which changes no number.
+    """
+    recomputed = RecomputeConfig(select_recompute=["mlp"])
+    return config.model_copy(update={"recompute_config": recomputed, "recompute": False})

@@ -1,0 +1,141 @@
+"""Runs a few training steps and writes what they compute: `trace --config`, on one rank or under launch."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer import __version__
+from trainer.checkpoint.adapters import load_initial_weights
+from trainer.config.checks.parallel import parallel_degrees, resolve_for_job
+from trainer.errors import UserError
+from trainer.launch import heartbeat
+from trainer.models.spec.build import model_spec
+from trainer.monitors.files import make_folder
+from trainer.ops.select import precision_of
+from trainer.optim.schedules import build_schedule
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.world import World, world_from_environment
+from trainer.run.prepare import local_shard_specs, prepare_run
+from trainer.run.training import require_training_batches
+from trainer.trace.checks import trace_problems, with_sublayers
+from trainer.trace.record import MANIFEST, TraceWriter, rank_folders, write_manifest
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.plan.plan import Plan
+    from trainer.step.train_step import TrainStep
+
+
+def record_trace(
+    config: Config, steps: int, output: Path, pattern: str, report_progress: Callable[[str], None]
+) -> World:
+    """Trains `steps` steps and writes their trace to `output`; returns the ranks of the job.
+
+    Args:
+        pattern: See `TraceWriter`.
+
+    Raises:
+        UserError: The run could not start, or cannot be traced.
+    """
+    world = world_from_environment()
+    config = with_sublayers(resolve_for_job(config, world))
+    heartbeat.start()
+    for each in trace_problems(config, world):
+        raise each.error
+    prepared = prepare_run(config, world)
+    config = prepared.config
+    plan = prepared.plan
+    if steps > plan.steps.last_step:
+        rule = f"the run has {plan.steps.last_step} steps"
+        raise UserError(rule, where="flag --steps", key="--steps", value=steps, fix="write fewer")
+    weights = load_initial_weights(config, report_progress, parts=local_shard_specs(config, world), world=world)
+    schedule = build_schedule(config.lr_schedule, plan.steps.total_steps, where=config.source.where)
+    step = plan.backend.open(schedule, weights, plan.device)
+    _prepare_folder(output, step, world)
+    if world.rank == 0:
+        rates = [float(schedule(number)) for number in range(steps)]
+        write_manifest(output, manifest(config, world, plan.device, rates))
+    observe_steps(step, _batches(plan, steps), TraceWriter(output, world.rank, pattern), world, config, report_progress)
+    return world
+
+
+def _prepare_folder(output: Path, step: TrainStep, world: World) -> None:
+    """Removes an earlier trace from the folder before any rank writes."""
+    if world.rank == 0:
+        make_folder(output, "flag --output")
+        if any(output.iterdir()) and not (output / MANIFEST).is_file():
+            fix = "name a new folder, or that of an earlier trace"
+            raise UserError("is not empty", where="flag --output", key="--output", value=str(output), fix=fix)
+        for folder in rank_folders(output).values():
+            shutil.rmtree(folder)
+    step.communicator.any(False)  # waits for rank 0
+
+
+def manifest(config: Config, world: World, device: str, rates: list[float]) -> dict[str, Any]:
+    """Returns what the comparison must know about a run."""
+    spec = model_spec(config.decoder)
+    precision = precision_of(config, device, world)
+    tokens = config.decoder.seq_length
+    widest = max((max(each.shape) for each in spec.parameters().values()), default=1)
+    return {
+        "version": __version__,
+        "model": config.model.arch.type,
+        "layers": len(spec.layers),
+        "summands": max(tokens, widest),
+        "compute_dtype": precision.compute.dtype,
+        "device": device,
+        "ranks": world.size,
+        "degrees": parallel_degrees(config, world)._asdict(),
+        "learning_rates": rates,
+        "first_router": next(iter(config.decoder.moe_layers), None),
+    }
+
+
+def _batches(plan: Plan, steps: int) -> Any:
+    """Yields the micro-batches of each step on this rank."""
+    loader = require_training_batches(plan).loader
+    sizes = plan.steps.sizes
+    done = 0
+    position = 0
+    epoch = 0
+    while done < steps:
+        micro_batches = loader.epoch(epoch, 0)
+        while done < steps:
+            chosen = list(itertools.islice(micro_batches, sizes.next_step(position)))
+            if not chosen:
+                break
+            position += len(chosen)
+            done += 1
+            yield chosen
+        micro_batches.close()
+        epoch += 1
+        position = epoch * sizes.batches_per_epoch
+
+
+def observe_steps(
+    step: TrainStep, batches: Any, writer: TraceWriter, world: World, config: Config,
+    report_progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Trains a step for each item of `batches`, and writes what it computes."""
+    from trainer.trace.observe import TraceObserver
+
+    observer = TraceObserver(writer, step)
+    step.observer = observer
+    for number, micro_batches in enumerate(batches, start=1):
+        observer.begin_step()
+        result = step(micro_batches)
+        losses = {"loss": result.loss, **result.losses, "global_norm": result.global_norm}
+        observer.end_step(losses)
+        heartbeat.beat(number)
+        if world.rank == 0:
+            report_progress(f"step {number}: loss {result.loss:.6f}, gradient norm {result.global_norm:.6f}")
+    step.observer = None
+    degrees = parallel_degrees(config, world)
+    where: dict[str, int] = {}
+    if degrees.ranks == world.size:
+        where = Mesh(degrees).coordinate_of(world.rank)._asdict()
+    writer.close({"coordinate": where, "micro_batches": observer.micro_batches})
