@@ -1,0 +1,368 @@
+"""Compares two traces: which tensors of which ranks differ by more than rounding explains, in the order of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.errors import UserError
+from trainer.trace.bounds import UNIT_ROUNDOFFS, Rounding
+from trainer.trace.folder import Trace, Union, layer_of, position, unite
+from trainer.trace.record import Key, Piece
+from trainer.trace.sketch import Summary, as_numbers, deviation, join_summaries
+
+_CHUNK = 1 << 20  # numbers of a file that are in memory at once
+_FEW_TOKENS = 2.0  # whose two best experts may be equally good by chance
+_FLIPS = 24.0
+"""The share of tokens whose choice of experts rounding may change, in units of the rounding of the router's input."""
+
+
+class LargestDifference(NamedTuple):
+    """The element in which two tensors differ most."""
+
+    row: int
+    column: int
+    right: float
+    found: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """How much a tensor differs; of the sequences of a step, the one that differs most.
+
+    Attributes:
+        deviation: The norm of the difference relative to the norm; infinite where numbers are not finite.
+        bound: The deviation that rounding explains.
+        ranks: The ranks whose numbers differ by more than that; all that have the tensor if it cannot be told.
+        holders: The ranks that have the tensor in the other trace.
+        sequences: How many sequences differ by more than the bound, and how many there are.
+        lost: Why numbers are missing; "" if none are.
+        by_statistics: Whether only statistics were there to compare, which show less.
+        largest: None where the tensors themselves are not in both traces.
+    """
+
+    key: Key
+    layer: int | None
+    deviation: float
+    bound: float
+    ranks: tuple[int, ...] = ()
+    holders: tuple[int, ...] = ()
+    sequences: tuple[int, int] = (0, 1)
+    lost: str = ""
+    by_statistics: bool = False
+    largest: LargestDifference | None = None
+
+    @property
+    def is_beyond(self) -> bool:
+        """Returns whether rounding does not explain the difference."""
+        return bool(self.lost) or not self.deviation <= self.bound
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of a comparison; rows are in the order in which a step computes.
+
+    Attributes:
+        only_right, only_found: Names of tensors, with their kinds, that one trace alone has.
+    """
+
+    right: Trace
+    found: Trace
+    rounding: Rounding
+    rows: Sequence[Row]
+    only_right: Sequence[str]
+    only_found: Sequence[str]
+
+    @property
+    def beyond(self) -> list[Row]:
+        """Returns the rows that rounding does not explain."""
+        return [row for row in self.rows if row.is_beyond]
+
+
+def compare_traces(right: Trace, found: Trace) -> Comparison:
+    """Compares a trace with one whose numbers are right.
+
+    Raises:
+        UserError: They have no tensor in common, or no sequence of the batch.
+    """
+    rounding = _rounding(right, found)
+    comparer = _Comparer(right, found, rounding)
+    keys = sorted(set(found.pieces), key=position)
+    common = [key for key in keys if comparer.has_right(key)]
+    if not any(key.kind == "activation" for key in common) and any(key.kind == "activation" for key in keys):
+        rule = "no sequence of the batch is in both traces, so that nothing that a layer computes can be compared"
+        fix = "give both runs the same data, seed, and sequences of a step: batch_size x accumulation x replicas"
+        raise UserError(rule, where="flag --against", value=str(found.folder), fix=fix)
+    by_tensor: dict[tuple[int, str, str], list[Row]] = {}
+    for key in common:
+        by_tensor.setdefault(key[:3], []).append(comparer.compare(key))
+    rows = [_worst(group) for group in by_tensor.values()]
+    rows.sort(key=lambda row: position(row.key))
+    steps = {key.step for key in keys}
+    tensors = {key[:3] for key in right.pieces if key.step in steps}
+    only_right = {f"{kind} {name}" for _, kind, name in tensors - by_tensor.keys()}
+    only_found = {f"{key.kind} {key.name}" for key in keys} - {f"{row.key.kind} {row.key.name}" for row in rows}
+    return Comparison(right, found, rounding, rows, sorted(only_right), sorted(only_found))
+
+
+def _rounding(right: Trace, found: Trace) -> Rounding:
+    """Returns what is known about the rounding of both runs."""
+    facts = right.facts
+    dtypes = [facts["compute_dtype"], found.facts.get("compute_dtype", facts["compute_dtype"])]
+    rates = [trace.facts.get("learning_rates", []) for trace in (right, found)]
+    smallest = math.inf
+    for key, pieces in right.pieces.items():
+        summary = pieces[0].summary
+        if key.kind == "weight" and pieces[0].place.shape[1] > 1 and summary.norm > 0:
+            smallest = min(smallest, summary.norm / math.sqrt(summary.size))
+    drift = 0.0
+    if math.isfinite(smallest):
+        drift = 2 / smallest
+    longest = max(rates, key=len)
+    rates_of_both = [max(each[place] for each in rates if place < len(each)) for place in range(len(longest))]
+    dtype = max(dtypes, key=lambda name: UNIT_ROUNDOFFS.get(name, 0.0))
+    return Rounding(dtype, facts["layers"], facts["summands"], rates_of_both, drift)
+
+
+def _worst(rows: Sequence[Row]) -> Row:
+    """Returns the row of the sequence that differs most; those that differ are counted."""
+    beyond = sum(row.is_beyond for row in rows)
+    worst = max(rows, key=lambda row: (bool(row.lost), row.deviation / row.bound))
+    ranks = sorted({rank for row in rows if row.is_beyond for rank in row.ranks})
+    holders = sorted({rank for row in rows for rank in row.holders})
+    return replace(worst, sequences=(beyond, len(rows)), ranks=tuple(ranks), holders=tuple(holders))
+
+
+class _Comparer:
+    """Compares tensors of two traces."""
+
+    def __init__(self, right: Trace, found: Trace, rounding: Rounding) -> None:
+        self.right = right
+        self.found = found
+        self.rounding = rounding
+        self.flipped = self._flipped()
+
+    def has_right(self, key: Key) -> bool:
+        """Returns whether the right trace has a tensor, or all sequences of a batch of it."""
+        return all(part in self.right.pieces for part in self._right_keys(key))
+
+    def _right_keys(self, key: Key) -> list[Key]:
+        if key in self.right.pieces:
+            return [key]
+        return [key._replace(sequence=sequence) for sequence in key.sequence.split("+")]
+
+    def _right_union(self, key: Key) -> Union:
+        unions = [unite(self.right.pieces[part]) for part in self._right_keys(key)]
+        if len(unions) == 1:
+            return unions[0]
+        joined = join_summaries([union.summary for union in unions])
+        scales = [union.scale for union in unions if union.scale is not None]
+        scale = math.hypot(*scales) if scales else None
+        is_complete = all(union.is_complete for union in unions)
+        return Union(replace(joined, sketch=None), [], is_complete, scale)
+
+    def compare(self, key: Key) -> Row:
+        """Compares a tensor."""
+        right = self._right_union(key)
+        pieces = self.found.pieces[key]
+        found = unite(pieces)
+        layer = layer_of(key.name)
+        holders = tuple(sorted({piece.rank for piece in pieces}))
+        bound = self._bound(key, layer, right, pieces)
+        if not found.is_complete:
+            ranks, text = self._lost_ranks(key, pieces)
+            return Row(key, layer, math.inf, bound, ranks, holders, (1, 1), text)
+        if not right.is_complete:
+            text = "the right trace lacks numbers of it"
+            return Row(key, layer, math.inf, bound, (), holders, (1, 1), text)
+        if key.kind == "choice":
+            share = _flip_share(right.distinct, found.distinct)
+            return Row(key, layer, share, self._flip_bound(key, layer, right), holders, holders)
+        by_statistics = right.summary.sketch is None or found.summary.sketch is None
+        measured = deviation(right.summary, found.summary)
+        ranks = holders
+        by_rank = {}
+        if not by_statistics:
+            by_rank = _deviations_of_ranks(right.summary, pieces, found)
+            worst = max(by_rank.values(), default=0.0)
+            if len(holders) > 1 and len(by_rank) == len(holders) and worst > bound:
+                ranks = tuple(rank for rank, one in sorted(by_rank.items()) if one > bound)
+                measured = max(measured, worst)
+        largest = None
+        if measured > bound:
+            largest = _largest_difference(right.distinct, pieces, ranks)
+        return Row(
+            key, layer, measured, bound, ranks, holders, by_statistics=by_statistics, largest=largest
+        )
+
+    def _bound(self, key: Key, layer: int | None, right: Union, pieces: Sequence[Piece]) -> float:
+        dtypes = [piece.dtype for piece in (*right.distinct, *pieces)]
+        stored = max(dtypes, key=lambda name: UNIT_ROUNDOFFS.get(name, 0.0))
+        bound = self.rounding.bound(key, layer, stored, right.summary, right.scale)
+        return bound + 2 * math.sqrt(self._flips_before(key, layer))
+
+    def _lost_ranks(self, key: Key, pieces: Sequence[Piece]) -> tuple[tuple[int, ...], str]:
+        """Returns the ranks that should have the missing numbers of a tensor, and a sentence about them."""
+        having = {piece.rank for piece in pieces}
+        axes = ["pipeline", "data"]
+        if key.kind in ("weight", "gradient"):
+            axes = ["pipeline"]
+        where = {tuple(self.found.coordinates[rank][axis] for axis in axes) for rank in having
+                 if self.found.coordinates.get(rank)}  # fmt: skip
+        lacking = [
+            rank
+            for rank, coordinate in self.found.coordinates.items()
+            if coordinate and rank not in having and tuple(coordinate[axis] for axis in axes) in where
+        ]
+        lacking += [rank for rank in self.found.lost if rank not in having]
+        if not lacking:
+            return tuple(sorted(having)), "its shards do not make up the tensor"
+        names = ", ".join(map(str, sorted(lacking)))
+        return tuple(sorted(lacking)), f"no shard of rank {names}"
+
+    # Routers: where two experts are nearly as good, rounding decides, and the output of the layer changes for a token.
+
+    def _flipped(self) -> dict[tuple[int, int, str], float]:
+        """Returns the share of tokens with other experts by step, layer and sequence, as far as rounding explains it."""
+        flipped = {}
+        for key, pieces in self.found.pieces.items():
+            layer = layer_of(key.name)
+            if key.kind != "choice" or layer is None or key not in self.right.pieces:
+                continue
+            right = unite(self.right.pieces[key])
+            found = unite(pieces)
+            if right.is_complete and found.is_complete:
+                share = _flip_share(right.distinct, found.distinct)
+                flipped[key.step, layer, key.sequence] = min(share, self._flip_bound(key, layer, right))
+        return flipped
+
+    def _flip_bound(self, key: Key, layer: int | None, right: Union) -> float:
+        tokens, choices = right.distinct[0].place.shape
+        rounding = self.rounding.bound(key, layer, "float32", right.summary)
+        return min(0.5, _FEW_TOKENS / tokens + _FLIPS / 6 * choices * rounding)
+
+    def _flips_before(self, key: Key, layer: int | None) -> float:
+        """Returns the share of tokens whose experts have changed before a tensor; all sequences have a share of some."""
+        if not self.flipped or key.kind == "weight":
+            return 0.0
+        chosen = [
+            share
+            for (step, at, sequence), share in self.flipped.items()
+            if step == key.step
+            and (not key.sequence or sequence in key.sequence)
+            and (key.kind != "activation" or layer is None or at <= layer)
+        ]
+        if key.sequence:
+            return sum(chosen)
+        sequences = {sequence for step, _, sequence in self.flipped if step == key.step}
+        return sum(chosen) / max(1, len(sequences))
+
+
+def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece], found: Union) -> dict[int, float]:
+    """Returns how much the numbers of each rank differ; a rank whose numbers cannot be told apart is missing."""
+    by_rank: dict[int, float] = {}
+    for piece in pieces:
+        if piece.summary.sketch is None:
+            continue
+        if piece.place.is_whole:
+            measured = deviation(right, piece.summary)
+        else:
+            cells = piece.place.covered_cells()
+            covered = right.sketch is not None and cells.any() and _covers(piece, cells)
+            if not covered:
+                continue
+            measured = deviation(replace(right, checksum=None), piece.summary, cells)
+        by_rank[piece.rank] = max(measured, by_rank.get(piece.rank, 0.0))
+    return by_rank
+
+
+def _covers(piece: Piece, cells: np.ndarray) -> bool:
+    """Returns whether cells have all numbers of a piece."""
+    from trainer.trace.sketch import cell_bounds
+
+    rows, columns = (np.diff(cell_bounds(size)) for size in piece.place.shape)
+    return bool(np.outer(rows, columns)[cells].sum() == piece.place.size)
+
+
+def _assemble(pieces: Sequence[Piece]) -> np.ndarray | None:
+    """Returns a small tensor from the files of its pieces."""
+    shape = pieces[0].place.shape
+    array = np.full(shape, np.nan, np.float32)
+    for piece in pieces:
+        if piece.file is None:
+            return None
+        array[piece.place.row_indices(), slice(*piece.place.columns)] = open_array(piece)[...]
+    return array
+
+
+def open_array(piece: Piece) -> np.ndarray:
+    """Opens the file of a piece, [r, c]; the numbers stay on disk."""
+    assert piece.file is not None
+    array = np.lib.format.open_memmap(piece.file, "r")
+    rows = sum(stop - start for start, stop in piece.place.rows)
+    return array.reshape(rows, -1)
+
+
+def _flip_share(right: Sequence[Piece], found: Sequence[Piece]) -> float:
+    """Returns the share of tokens for which another set of experts was chosen; 1 where it is not known."""
+    arrays = _assemble(right), _assemble(found)
+    if arrays[0] is None or arrays[1] is None or arrays[0].shape != arrays[1].shape:
+        return 1.0
+    return float(np.any(arrays[0] != arrays[1], axis=1).mean())
+
+
+def _largest_difference(
+    right: Sequence[Piece], pieces: Sequence[Piece], ranks: Sequence[int]
+) -> LargestDifference | None:
+    """Finds the element in which the named ranks' tensor differs most; reads both files in chunks."""
+    if len(right) != 1 or right[0].file is None or not right[0].place.is_whole:
+        return None
+    whole = open_array(right[0])
+    best: LargestDifference | None = None
+    most = -1.0
+    for piece in pieces:
+        if piece.file is None or piece.rank not in ranks:
+            continue
+        found = open_array(piece)
+        rows = piece.place.row_indices()
+        columns = slice(*piece.place.columns)
+        step = max(1, _CHUNK // max(1, found.shape[1]))
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step]
+            theirs = as_numbers(found[start : start + step])
+            ours = as_numbers(whole[chunk[0] : chunk[-1] + 1])[chunk - chunk[0], columns]
+            gaps = np.nan_to_num(np.abs(theirs - ours), nan=np.inf)
+            at = int(gaps.argmax())
+            row, column = divmod(at, gaps.shape[1])
+            if gaps[row, column] > most:
+                most = float(gaps[row, column])
+                best = LargestDifference(
+                    int(chunk[row]), columns.start + column, float(ours[row, column]), float(theirs[row, column])
+                )
+    return best
+
+
+def deviation_by_layer(comparison: Comparison, kinds: Mapping[str, str]) -> dict[str, list[tuple[int, float, float]]]:
+    """Returns for each series the layer, the largest deviation relative to its bound, and the deviation, by layer.
+
+    Args:
+        kinds: The kinds of tensors -> the series that shows them.
+    """
+    series: dict[str, dict[int, tuple[float, float]]] = {}
+    for row in comparison.rows:
+        name = kinds.get(row.key.kind)
+        if name is None:
+            continue
+        layer = row.layer
+        if layer is None:
+            layer = -1
+            if not row.key.name.startswith("model.embed_tokens"):
+                layer = comparison.rounding.layers
+        ratio = row.deviation / row.bound
+        points = series.setdefault(name, {})
+        points[layer] = max(points.get(layer, (0.0, 0.0)), (ratio, row.deviation))
+    return {name: [(layer, *pair) for layer, pair in sorted(points.items())] for name, points in series.items()}

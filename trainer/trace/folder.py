@@ -1,0 +1,148 @@
+"""A trace as one value: the pieces of all ranks by tensor, and their union."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.errors import UserError
+from trainer.trace.record import RANK_FILE, Key, Piece, rank_folders, read_manifest, read_pieces
+from trainer.trace.sketch import Place, Summary, join_summaries
+
+_LAYER = re.compile(r"model\.layers\.(\d+)(?:\.(.+))?")
+
+
+@dataclass
+class Trace:
+    """The records of all ranks of a run.
+
+    Attributes:
+        facts: What was run, see `trainer.trace.run.manifest`; of a dump, what is known.
+        pieces: By tensor.
+        coordinates: The place of each rank in the mesh.
+        micro_batches: The sequences of each micro-batch, by rank and step.
+        lost: Sentences about ranks whose records are missing or end early, by rank.
+        unmatched: Entries of a dump that stand for no tensor of the reference, with the reason.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+    pieces: dict[Key, list[Piece]] = field(default_factory=dict)
+    coordinates: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    micro_batches: dict[int, list[list[list[str]]]] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    unmatched: dict[str, str] = field(default_factory=dict)
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Adds pieces of a rank."""
+        for piece in pieces:
+            self.pieces.setdefault(piece.key, []).append(piece)
+
+
+class Union(NamedTuple):
+    """A tensor from the pieces of all ranks.
+
+    Attributes:
+        distinct: One piece for each place.
+        is_complete: Whether they have all numbers, each once.
+    """
+
+    summary: Summary
+    distinct: Sequence[Piece]
+    is_complete: bool
+    scale: float | None
+
+
+def read_trace(folder: Path, where: str) -> Trace:
+    """Reads a folder that `trace` wrote.
+
+    Raises:
+        UserError: It is not one, or no rank has written anything.
+    """
+    trace = Trace(folder, read_manifest(folder, where))
+    folders = rank_folders(folder)
+    if not folders:
+        fix = "run trace --config FILE --output with this folder again"
+        raise UserError("has the records of no rank", where=where, value=str(folder), fix=fix)
+    for rank in range(trace.facts["ranks"]):
+        path = folders.get(rank)
+        if path is None:
+            trace.lost[rank] = "has written nothing"
+            continue
+        trace.add(read_pieces(path, rank))
+        try:
+            facts = json.loads((path / RANK_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            trace.lost[rank] = "did not end: its last records may be missing"
+            continue
+        trace.coordinates[rank] = facts["coordinate"]
+        trace.micro_batches[rank] = facts["micro_batches"]
+    return trace
+
+
+def unite(pieces: Sequence[Piece]) -> Union:
+    """Joins the pieces of a tensor; of ranks that have the same numbers, the first counts."""
+    by_place: dict[Place, Piece] = {}
+    for piece in pieces:
+        by_place.setdefault(piece.place, piece)
+    distinct = [piece for piece in by_place.values() if piece.place.is_whole][:1] or list(by_place.values())
+    summary = join_summaries([piece.summary for piece in distinct])
+    whole = distinct[0].place.shape
+    is_complete = summary.size == whole[0] * whole[1]
+    scales = [piece.scale for piece in distinct if piece.scale is not None]
+    scale = None
+    if scales:
+        scale = float(np.sqrt(np.sum(np.square(scales))))
+    return Union(summary, distinct, is_complete, scale)
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the layer of a module or parameter; None outside of the layers."""
+    match = _LAYER.match(name)
+    if match is None:
+        return None
+    return int(match[1])
+
+
+_FORWARD = ("self_attn.o_proj.input", "self_attn", "post_self_attn_layernorm", "mlp.gate", "mlp.gate_proj",
+            "mlp.up_proj", "mlp", "post_mlp_layernorm")  # fmt: skip
+_PHASES = {"weight": 0, "activation": 1, "choice": 1, "loss": 2, "activation gradient": 3, "gradient": 3, "norm": 4}
+_BEHIND = 1 << 30
+
+
+def position(key: Key) -> tuple[int, int, int, int, str]:
+    """Returns the place of a tensor in the order in which a step computes: weights, forward, losses, backward, norms.
+
+    Gradients go from the last layer to the first. The gradient of a sublayer's output comes before those of its
+    weights.
+    """
+    layer = layer_of(key.name)
+    match = _LAYER.match(key.name)
+    rest = ""
+    if match is not None:
+        rest = match[2] or ""
+    phase = _PHASES[key.kind]
+    if phase == 3:
+        is_first = key.name.startswith("model.embed_tokens")
+        at = -_BEHIND
+        if is_first:
+            at = _BEHIND
+        elif layer is not None:
+            at = -layer
+        in_attention = rest.startswith(("self_attn", "input_layernorm", "post_self_attn"))
+        return key.step, phase, at, 2 * in_attention + (key.kind == "gradient"), key.name
+    at = -1
+    if layer is not None:
+        at = layer
+    elif key.name != "model.embed_tokens" and not key.name.startswith("model.embed_tokens."):
+        at = _BEHIND
+    place = len(_FORWARD)
+    if rest in _FORWARD:
+        place = _FORWARD.index(rest)
+    return key.step, phase, at, place, key.name
