@@ -58,7 +58,8 @@ class Rounding:
             stored: The coarser of the dtypes in which the runs have the tensor.
             scale: See `Piece.scale`.
         """
-        unit_stored = UNIT_ROUNDOFFS.get(stored, UNIT_ROUNDOFFS["float32"])
+        # Numbers that are stored more coarsely than the run computes are no rounding, but what is looked for.
+        unit_stored = min(UNIT_ROUNDOFFS.get(stored, UNIT_ROUNDOFFS["float32"]), UNIT_ROUNDOFFS[self.dtype])
         moved = sum(self.learning_rates[: key.step - 1])
         if key.kind == "weight":
             own = 0.0

@@ -1,0 +1,447 @@
+"""Reads a dump of msprobe, the precision debugger of MindStudio, as a trace.
+
+Format: docs/en/dump/mindspore_data_dump_instruct.md of github.com/Ascend/msprobe at commit 8ff00da3, sections "Dynamic
+Graph" and "dump.json Description":
+
+    step0/rank0/dump.json          statistics of the inputs and outputs of each module and API
+    step0/rank0/dump_tensor_data   with task "tensor": the tensors as .npy, named by `data_name`
+
+Modules (levels L0 and mix) are called `{Cell}.{path}.{class}.{forward|backward}.{call}`, their gradients
+`{Cell}.{path}.{class}.parameters_grad.{number}`. A single process is `proc{pid}` instead of `rank{n}`.
+
+A call of a module is a micro-batch. Tensor-parallel ranks are neighbours, then come data-parallel ranks, then stages,
+as in Megatron-LM; how many there are shows in the shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.errors import UserError
+from trainer.parallel.sharding import shard_range
+from trainer.trace.folder import Trace, layer_of
+from trainer.trace.record import Key, Kind, Piece
+from trainer.trace.sketch import Place, Summary, matrix_shape, summarize
+
+_ENTRY = re.compile(r"(?:Cell|Module)\.(?:\d+\.)?(.+)\.[A-Za-z_]\w*\.(forward|backward|parameters_grad)\.(\d+)")
+_IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.(.+))?$")
+_FOLDER = re.compile(r"step(\d+)")
+_RANK = re.compile(r"rank(\d+)")
+_PARTS = {
+    "self_attention": "self_attn", "attention": "self_attn", "attn": "self_attn", "feed_forward": "mlp",
+    "linear_proj": "o_proj", "wo": "o_proj", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "w1": "gate_proj",
+    "w2": "down_proj", "w3": "up_proj", "linear_fc2": "down_proj", "pre_mlp_layernorm": "post_attention_layernorm",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm", "router": "gate",
+}  # fmt: skip
+"""Parts of the names of modules in MindSpore Transformers and Megatron-LM -> Hugging Face's."""
+_OUTSIDE = {
+    "embed_tokens": "model.embed_tokens", "tok_embeddings": "model.embed_tokens",
+    "word_embeddings": "model.embed_tokens", "norm": "model.norm", "norm_out": "model.norm",
+    "final_layernorm": "model.norm", "lm_head": "lm_head", "output_layer": "lm_head",
+}  # fmt: skip
+_JOINED = ("linear_qkv", "w_qkv", "linear_fc1", "w_gate_hidden", "qkv_proj", "gate_up_proj")
+_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
+
+
+class _Entry(NamedTuple):
+    """An entry of dump.json about a module."""
+
+    text: str
+    name: str  # Hugging Face's
+    what: str  # forward, backward or parameters_grad
+    call: int
+    tensors: Mapping[str, Any]
+
+
+@dataclass
+class _Rank:
+    """The dump of one rank in a step."""
+
+    rank: int
+    folder: Path
+    entries: list[_Entry]
+
+
+def is_msprobe_dump(folder: Path) -> bool:
+    """Returns whether a folder is a dump_path of msprobe, or the pynative part of one."""
+    return bool(_step_folders(folder))
+
+
+def _step_folders(folder: Path) -> dict[int, Path]:
+    roots = [folder, folder / "pynative"]
+    found = {}
+    for root in roots:
+        for path in sorted(root.glob("step*")):
+            match = _FOLDER.fullmatch(path.name)
+            if match and any(path.glob("*/dump.json")):
+                found.setdefault(int(match[1]), path)
+    return dict(sorted(found.items()))
+
+
+def read_dump(folder: Path, right: Trace) -> Trace:
+    """Reads a dump; the trace with the right numbers says which tensors there are, and their unsharded shapes.
+
+    The first step of the dump is compared with the first one of the trace.
+
+    Raises:
+        UserError: A dump.json cannot be read, or no entry stands for a tensor of the trace.
+    """
+    trace = Trace(folder, {})
+    steps = list(_step_folders(folder).values())
+    for number, path in enumerate(steps, start=1):
+        ranks = [_read_rank(rank, each, trace) for rank, each in enumerate_ranks(path)]
+        _Step(right, trace, ranks, number).add_pieces()
+    if not trace.pieces:
+        rule = f"none of its {len(trace.unmatched)} entries stands for a tensor of the right trace"
+        fix = 'dump with "level": "L0" or "mix", and pass the model to PrecisionDebugger.start'
+        raise UserError(rule, where="flag --against", value=str(folder), fix=fix)
+    dtypes = {piece.dtype for pieces in trace.pieces.values() for piece in pieces if piece.key.kind == "activation"}
+    for dtype in ("bfloat16", "float16"):
+        if dtype in dtypes:
+            trace.facts = {"compute_dtype": dtype}
+            break
+    return trace
+
+
+def enumerate_ranks(step: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the ranks of a step with their folders; a single process is rank 0."""
+    numbered = {}
+    for path in step.glob("rank*/dump.json"):
+        match = _RANK.fullmatch(path.parent.name)
+        if match:
+            numbered[int(match[1])] = path.parent
+    if numbered:
+        yield from sorted(numbered.items())
+        return
+    for path in sorted(step.glob("proc*/dump.json"))[:1]:
+        yield 0, path.parent
+
+
+def _read_rank(rank: int, folder: Path, trace: Trace) -> _Rank:
+    path = folder / "dump.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))["data"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "call PrecisionDebugger.stop() and step(), which write it, and dump again"
+        rule = f"cannot be read as a dump.json of msprobe: {error}"
+        raise UserError(rule, where="flag --against", value=str(path), fix=fix) from None
+    entries = []
+    for text, tensors in data.items():
+        match = _ENTRY.fullmatch(text)
+        if match is None:
+            _leave_out(trace, text.split(".")[0] + ".*", "an API, not a module")
+            continue
+        if not isinstance(tensors, dict) or tensors.get("is_recompute"):
+            continue
+        name = module_name(match[1])
+        if not name:
+            _leave_out(trace, match[1], "no module of the right trace has this name")
+            continue
+        entries.append(_Entry(text, name, match[2], int(match[3]), tensors))
+    return _Rank(rank, folder, entries)
+
+
+def _leave_out(trace: Trace, name: str, why: str) -> None:
+    trace.unmatched.setdefault(name, why)
+
+
+def module_name(path: str) -> str:
+    """Returns Hugging Face's name of a module of MindSpore Transformers, Megatron-LM or Hugging Face; "" if unknown."""
+    if re.search(r"(^|\.)mtp\.", path):
+        return ""
+    match = _IN_LAYER.search(path)
+    if match is None:
+        return _OUTSIDE.get(path.split(".")[-1], "")
+    name = f"model.layers.{match[1]}"
+    if match[2] is None:
+        return name
+    parts = [_PARTS.get(part, part) for part in match[2].split(".")]
+    return ".".join([name, *parts])
+
+
+class _Step:
+    """Turns the entries of a step into pieces."""
+
+    def __init__(self, right: Trace, trace: Trace, ranks: Sequence[_Rank], step: int) -> None:
+        self.right = right
+        self.trace = trace
+        self.ranks = ranks
+        self.step = step
+        self.sequences = _sequences_in_order(right, step)
+        self.widths = {key.name: pieces[0].place.shape[1] for key, pieces in right.pieces.items()
+                       if key.kind == "activation"}  # fmt: skip
+        self.length = next(
+            (pieces[0].place.shape[0] for key, pieces in right.pieces.items() if key.kind == "activation"), 0
+        )
+        self.tensor = self._tensor_ranks()
+        self.offsets = self._first_layers()
+        stages = len(set(self.offsets.values())) or 1
+        self.replicas = max(1, len(ranks) // (self.tensor * stages))
+
+    def _tensor_ranks(self) -> int:
+        """Returns the number of tensor-parallel ranks, from the width of the heads or of an o_proj weight."""
+        for rank in self.ranks:
+            for entry in rank.entries:
+                local = _shape((entry.tensors.get("parameters") or {}).get("weight"))
+                key = Key(self.step, "weight", f"{entry.name}.weight")
+                if entry.name.endswith(("o_proj", "down_proj")) and local and key in self.right.pieces:
+                    return max(1, self.right.pieces[key][0].place.shape[1] // local[-1])
+        return 1
+
+    def _first_layers(self) -> dict[int, int]:
+        """Returns the first layer of each rank; stages may count their layers from 0."""
+        layers: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            found = {layer for entry in rank.entries if (layer := layer_of(entry.name)) is not None}
+            layers[rank.rank] = sorted(found)
+        counts = {len(each) for each in layers.values() if each}
+        total = self.right.facts["layers"]
+        if len(counts) != 1 or total % (count := counts.pop()) or count == total:
+            return dict.fromkeys(layers, 0)
+        if all(each and each[0] == 0 for each in layers.values()):
+            per_stage = max(1, len(layers) * count // total)
+            return {rank: place // per_stage * count for place, rank in enumerate(sorted(layers))}
+        return dict.fromkeys(layers, 0)
+
+    def add_pieces(self) -> None:
+        """Adds the pieces of all ranks to the trace."""
+        for rank in self.ranks:
+            tensor_rank = rank.rank % self.tensor
+            replica = rank.rank // self.tensor % self.replicas
+            self.trace.coordinates[rank.rank] = {
+                "pipeline": rank.rank // (self.tensor * self.replicas), "data": replica, "context": 0,
+                "tensor": tensor_rank,
+            }  # fmt: skip
+            calls = _ordinals(rank.entries)
+            for entry in rank.entries:
+                entry = self._with_global_layer(entry, rank.rank)
+                for kind, name, tensor in _tensors(entry):
+                    if kind in ("weight", "gradient"):
+                        if kind == "gradient" and (max(calls.values(), default=0) or self.replicas > 1):
+                            why = "a gradient of one micro-batch of one replica; the right trace has their sum"
+                            _leave_out(self.trace, "parameters_grad.*", why)
+                            continue
+                        self._add_parameter(rank, kind, name, tensor, tensor_rank)
+                    else:
+                        order = calls.get((entry.name, entry.call), entry.call) * self.replicas + replica
+                        self._add_activation(rank, kind, name, tensor, tensor_rank, order)
+
+    def _with_global_layer(self, entry: _Entry, rank: int) -> _Entry:
+        layer = layer_of(entry.name)
+        offset = self.offsets.get(rank, 0)
+        if layer is None or not offset:
+            return entry
+        rest = entry.name.removeprefix(f"model.layers.{layer}")
+        return entry._replace(name=f"model.layers.{layer + offset}{rest}")
+
+    def _add_parameter(self, rank: _Rank, kind: Kind, name: str, tensor: Mapping[str, Any], tensor_rank: int) -> None:
+        key = Key(self.step, kind, name)
+        if key not in self.right.pieces:
+            why = "no parameter of the right trace has this name"
+            if any(joined in name for joined in _JOINED):
+                why = "one matrix there, several in the right trace"
+            _leave_out(self.trace, name, why)
+            return
+        whole = self.right.pieces[key][0].place.shape
+        local = matrix_shape(_shape(tensor) or ())
+        ranges = [(0, whole[0]), (0, whole[1])]
+        for axis in (0, 1):
+            if local[axis] != whole[axis]:
+                part = shard_range(whole[axis], tensor_rank, self.tensor)
+                ranges[axis] = (part.start, part.stop)
+        place = Place(whole, (ranges[0],), ranges[1])
+        if place.size != math.prod(local):
+            _leave_out(self.trace, name, f"of shape {list(local)}, where the right one is {list(whole)}")
+            return
+        self._add(rank, key, tensor, place)
+
+    def _add_activation(
+        self, rank: _Rank, kind: Kind, name: str, tensor: Mapping[str, Any], tensor_rank: int, order: int
+    ) -> None:
+        width = self.widths.get(name)
+        shape = _shape(tensor)
+        if width is None or not shape:
+            _leave_out(self.trace, name, "not in the right trace")
+            return
+        columns = (0, width)
+        if shape[-1] != width:
+            part = shard_range(width, tensor_rank, self.tensor)
+            columns = (part.start, part.stop)
+        rows = math.prod(shape[:-1])
+        whole_rows = rows
+        if rows % self.length and rows * self.tensor % self.length == 0:
+            whole_rows = rows * self.tensor  # sequence parallelism
+        count = whole_rows // self.length
+        sequences = self.sequences[order * count : (order + 1) * count]
+        if shape[-1] != columns[1] - columns[0] or len(sequences) != count or not count:
+            why = f"of shape {list(shape)}, which is no whole micro-batch of sequences of {self.length} tokens"
+            _leave_out(self.trace, name, why)
+            return
+        file = self._file(rank, tensor)
+        if file is not None and whole_rows == rows:
+            for number, sequence in enumerate(sequences):
+                array = _sequence_rows(np.lib.format.open_memmap(file, "r"), number, count, self.length)
+                place = Place((self.length, width), ((0, self.length),), columns)
+                key = Key(self.step, kind, name, sequence)
+                self.trace.add([Piece(key, rank.rank, place, _dtype(tensor), summarize(array, place))])
+            return
+        start = 0
+        if whole_rows != rows:
+            start = tensor_rank * rows
+        place = Place((whole_rows, width), ((start, start + rows),), columns)
+        self._add(rank, Key(self.step, kind, name, "+".join(sequences)), tensor, place)
+
+    def _add(self, rank: _Rank, key: Key, tensor: Mapping[str, Any], place: Place) -> None:
+        file = self._file(rank, tensor)
+        if file is not None:
+            array = np.lib.format.open_memmap(file, "r")
+            summary = summarize(array.reshape(-1, place.columns[1] - place.columns[0]), place)
+        else:
+            numbers = [_number(tensor.get(name)) for name in ("Max", "Min", "Mean", "Norm")]
+            if tensor.get("Norm") is None:
+                _leave_out(self.trace, key.name, "has no statistics")
+                return
+            summary = Summary(place.size, *numbers)
+        self.trace.add([Piece(key, rank.rank, place, _dtype(tensor), summary)])
+
+    def _file(self, rank: _Rank, tensor: Mapping[str, Any]) -> Path | None:
+        name = tensor.get("data_name")
+        if not isinstance(name, str) or not name.endswith(".npy") or "/" in name:
+            return None
+        path = rank.folder / "dump_tensor_data" / name
+        return path if path.is_file() else None
+
+
+def _sequences_in_order(right: Trace, step: int) -> list[str]:
+    """Returns the sequences of a step in the order in which data-parallel ranks take them, micro-batch by micro-batch.
+
+    Ranks that compute a micro-batch together have the same sequences, which count once.
+    """
+    by_replica: dict[int, list[list[str]]] = {}
+    for rank, steps in sorted(right.micro_batches.items()):
+        replica = right.coordinates.get(rank, {}).get("data", rank)
+        if step <= len(steps):
+            by_replica.setdefault(replica, steps[step - 1])
+    longest = max((len(each) for each in by_replica.values()), default=0)
+    order: list[str] = []
+    for number in range(longest):
+        for micro_batches in by_replica.values():
+            if number < len(micro_batches):
+                order += micro_batches[number]
+    return order
+
+
+def _ordinals(entries: Sequence[_Entry]) -> dict[tuple[str, int], int]:
+    """Returns the number of the micro-batch of each call of a module; recomputed calls, left out before, are numbered
+    too."""
+    calls: dict[str, list[int]] = {}
+    for entry in entries:
+        if entry.what == "forward":
+            calls.setdefault(entry.name, []).append(entry.call)
+    return {(name, call): place for name, numbers in calls.items() for place, call in enumerate(sorted(set(numbers)))}
+
+
+def _tensors(entry: _Entry) -> Iterator[tuple[Kind, str, Mapping[str, Any]]]:
+    """Yields kind, name and data of the tensors of an entry that a trace has."""
+    tensors = entry.tensors
+    if entry.what == "forward":
+        output = _first(tensors.get("output"))
+        if output is not None:
+            yield "activation", entry.name, output
+        first_input = _first(tensors.get("input_args"))
+        if first_input is not None and entry.name.endswith("o_proj"):
+            yield "activation", f"{entry.name}.input", first_input
+        if entry.call == 0:
+            for name, tensor in (tensors.get("parameters") or {}).items():
+                if isinstance(tensor, dict):
+                    yield "weight", f"{entry.name}.{name}", tensor
+    elif entry.what == "backward":
+        gradient = _first(tensors.get("input"))
+        if gradient is not None:
+            yield "activation gradient", entry.name, gradient
+    else:
+        for name, values in tensors.items():
+            gradient = _first(values)
+            if gradient is not None:
+                yield "gradient", f"{entry.name}.{name}", gradient
+
+
+def _first(values: Any) -> Mapping[str, Any] | None:
+    """Returns the first tensor of a list of arguments or results."""
+    if not isinstance(values, list):
+        values = [values]
+    for value in values:
+        if isinstance(value, dict) and "shape" in value and value["shape"]:
+            return value
+        if isinstance(value, list) and (found := _first(value)) is not None:
+            return found
+    return None
+
+
+def _shape(tensor: Mapping[str, Any] | None) -> tuple[int, ...] | None:
+    if not isinstance(tensor, dict) or not isinstance(tensor.get("shape"), list):
+        return None
+    return tuple(tensor["shape"])
+
+
+def _dtype(tensor: Mapping[str, Any]) -> str:
+    return _DTYPES.get(str(tensor.get("dtype", "")).lower().split(".")[-1], "float32")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return math.nan
+
+
+def _sequence_rows(array: np.ndarray, number: int, count: int, length: int) -> np.ndarray:
+    """Returns the rows of one sequence of a micro-batch: [B, T, C], [T, B, C] or [B * T, C]; the file stays on disk."""
+    width = array.shape[-1]
+    if array.ndim == 3 and array.shape[:2] == (length, count) and count != length:
+        return array[:, number]
+    return array.reshape(-1, width)[number * length : (number + 1) * length]
+
+
+def scale_gradients(trace: Trace, right: Trace) -> float | None:
+    """Brings the gradients of a dump to the scale of the right trace; returns the factor that they had.
+
+    A program may multiply its loss: by a loss scale, or by the number of micro-batches that it does not divide by. The
+    factor is the median of the ratios of norms; None where there is no gradient.
+    """
+    ratios = []
+    for key, pieces in trace.pieces.items():
+        if key.kind in ("activation gradient", "gradient"):
+            parts = [key] if key in right.pieces else [
+                key._replace(sequence=sequence) for sequence in key.sequence.split("+")
+            ]  # fmt: skip
+            if all(part in right.pieces for part in parts) and pieces[0].place.is_whole:
+                norm = math.hypot(*(right.pieces[part][0].summary.norm for part in parts))
+                if norm > 0 and math.isfinite(pieces[0].summary.norm):
+                    ratios.append(pieces[0].summary.norm / norm)
+    factor = float(np.median(ratios)) if ratios else None
+    if not factor:
+        return None
+    for key, pieces in trace.pieces.items():
+        if key.kind in ("activation gradient", "gradient"):
+            trace.pieces[key] = [replace(piece, summary=_divided(piece.summary, factor)) for piece in pieces]
+    return factor
+
+
+def _divided(summary: Summary, factor: float) -> Summary:
+    sketch = summary.sketch
+    if sketch is not None:
+        sketch = sketch / factor
+    return Summary(
+        summary.size, summary.largest / factor, summary.smallest / factor, summary.mean / factor,
+        summary.norm / factor, None, sketch,
+    )  # fmt: skip
+
