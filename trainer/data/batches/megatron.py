@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions
 from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.packing import (
     DocumentCounts,
-    PackingReport,
+    SequenceDataset,
     checked_indices,
     count_dataset_loss_tokens,
     index_within_groups,
@@ -156,8 +156,8 @@ def _furthest_behind(weights: Sequence[float], size: int, limits: Sequence[int])
     return order
 
 
-class MegatronDataset:
-    """The samples of one or several indexed token files; a `SequenceDataset`.
+class MegatronDataset(SequenceDataset):
+    """The samples of one or several indexed token files.
 
     Args:
         parts: The samples of each file.
@@ -168,8 +168,6 @@ class MegatronDataset:
         vocab_size: The model's vocabulary; a token beyond it ends the run.
         settings: All settings that decide the order, to identify the data.
     """
-
-    packing: PackingReport | None = None
 
     def __init__(
         self,
@@ -221,9 +219,6 @@ class MegatronDataset:
             for piece in part.indexed.sample_bytes():
                 digest.update(piece)
         self.content = f"{len(parts)} indexed token files ({digest.hexdigest()[:16]})"
-
-    def padding(self, size: int) -> Batch:
-        return padding_batch(size, self.seq_length)
 
     def count_documents(self) -> DocumentCounts:
         lengths = np.concatenate([part.lengths for part in self._parts]).astype(np.int64)

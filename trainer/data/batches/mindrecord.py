@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config.checks.problem import data_error, nearest
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
-from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices, count_dataset_loss_tokens
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions
+from trainer.data.batches.packing import DocumentCounts, SequenceDataset, checked_indices, count_dataset_loss_tokens
 from trainer.data.batches.split import DocumentSpans, hold_out
 from trainer.data.source.indexed import Location
 from trainer.data.source.mindrecord import MindRecordFile, list_files, open_mindrecord
@@ -48,14 +48,12 @@ class RowFormat:
     width: int  # W
 
 
-class MindRecordDataset:
-    """Rows of MindRecord files, file after file; a `SequenceDataset`.
+class MindRecordDataset(SequenceDataset):
+    """Rows of MindRecord files, file after file.
 
     Args:
         rows: The numbers of the rows that belong to the data set, int64 [sequences].
     """
-
-    packing: PackingReport | None = None
 
     def __init__(self, files: Sequence[MindRecordFile], reading: RowFormat, rows: np.ndarray) -> None:
         self._files = tuple(files)
@@ -73,9 +71,6 @@ class MindRecordDataset:
             for part in file.sample_bytes():
                 digest.update(part)
         self.content = f"{len(files)} MindRecord files ({digest.hexdigest()[:16]})"
-
-    def padding(self, size: int) -> Batch:
-        return padding_batch(size, self.seq_length)
 
     def count_documents(self) -> DocumentCounts:
         return DocumentCounts(np.full(self.num_sequences, self.seq_length), count_dataset_loss_tokens(self))

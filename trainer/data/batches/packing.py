@@ -46,13 +46,14 @@ class SequenceDataset(Protocol):
     num_documents: int
     seq_length: int  # tokens of a sequence
     content: str  # identifies the tokens of the data set and their packing
-    packing: PackingReport | None  # None if nothing is packed
+    packing: PackingReport | None = None  # None if nothing is packed
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch | PairBatch:
         """Reads the sequences with these numbers, in this order; raises IndexError if one is out of range."""
 
     def padding(self, size: int) -> Batch | PairBatch:
         """Makes sequences without loss, to fill up a last batch."""
+        return padding_batch(size, self.seq_length)
 
     def count_documents(self) -> DocumentCounts:
         """Counts the tokens of all documents, which takes time; the command `data` shows them."""
@@ -74,7 +75,7 @@ class DocumentCounts(NamedTuple):
     loss_tokens: int
 
 
-class TokenDataset:
+class TokenDataset(SequenceDataset):
     """Running text of a memory-mapped token file, cut into sequences; `batch` reads only what it needs.
 
     Args:
@@ -112,12 +113,9 @@ class TokenDataset:
         padding = 0.0
         if available:
             padding = max(1 - self.num_tokens / (available * seq_length), 0.0)
-        self.packing: PackingReport | None = PackingReport(
+        self.packing = PackingReport(
             "cut", self.num_documents, self.num_sequences, padding, bad_records=token_file.meta.num_skipped
         )
-
-    def padding(self, size: int) -> Batch:
-        return padding_batch(size, self.seq_length)
 
     def count_documents(self) -> DocumentCounts:
         return _count(self._token_file, self._spans)
@@ -140,7 +138,7 @@ class TokenDataset:
         return _read(self._token_file, pieces, self.seq_length)
 
 
-class PackedDataset:
+class PackedDataset(SequenceDataset):
     """Samples of a memory-mapped token file, packed without cutting them; `batch` reads only what it needs.
 
     Args:
@@ -187,13 +185,13 @@ class PackedDataset:
         padding = 0.0
         if self.num_sequences:
             padding = 1 - self.num_tokens / (self.num_sequences * seq_length)
-        self.packing: PackingReport | None = PackingReport(
+        self.packing = PackingReport(
             packing, self.num_documents, self.num_sequences, padding, fitted.truncated, fitted.dropped,
             token_file.meta.num_skipped,
         )  # fmt: skip
 
     def padding(self, size: int) -> Batch | PairBatch:
-        batch = padding_batch(size, self.seq_length)
+        batch = super().padding(size)
         if self._pairs:
             return compared(batch)
         return batch

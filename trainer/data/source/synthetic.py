@@ -6,19 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.data.batches.batch import Batch, padding_batch
-from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices
+from trainer.data.batches.batch import Batch
+from trainer.data.batches.packing import DocumentCounts, SequenceDataset, checked_indices
 from trainer.data.rng import Stream, random_bits
 
 
-class SyntheticDataset:
+class SyntheticDataset(SequenceDataset):
     """Sequences of tokens drawn uniformly from 0 to vocab_size - 1; sequence i is a function of (seed, i).
 
     Args:
         first: The number of the first sequence, so that two data sets of one seed can differ.
     """
-
-    packing: PackingReport | None = None
 
     def __init__(self, num_sequences: int, seq_length: int, vocab_size: int, seed: int, first: int = 0) -> None:
         self.num_sequences = self.num_documents = num_sequences
@@ -29,9 +27,6 @@ class SyntheticDataset:
         self._vocab_size = vocab_size
         self._seed = seed
         self._first = first
-
-    def padding(self, size: int) -> Batch:
-        return padding_batch(size, self.seq_length)
 
     def count_documents(self) -> DocumentCounts:
         return DocumentCounts(np.full(self.num_documents, self.seq_length), self.num_tokens)
