@@ -142,6 +142,13 @@ def test_dotted_flags(run):
     )
     assert (config.runner_config.epochs, config.callbacks[1].save_checkpoint_steps) == (3, 50)
     assert config.optimizer.betas == [0.9, 0.95]
+    config = run("--model.model_config.n_kv_heads", "2", "--model.model_config.n_kv_heads", "None")
+    assert config.decoder.n_kv_heads is None
+    config = run("--train_dataset.data_loader.dataset_dir=x=y", "--output_dir=a=b=c", "--optimizer.betas.1", "0.5")
+    assert (config.train_dataset.data_loader.dataset_dir, config.output_dir) == ("x=y", "a=b=c")
+    assert config.optimizer.betas == [0.9, 0.5]
+    for argv in (["--optimizer.weight_decay", "1e3"], ["--optimizer.weight_decay=1e3"]):
+        assert run(*argv).optimizer.weight_decay == 1000.0
 
 
 def test_dotted_booleans_are_like_named_ones(run):
@@ -157,8 +164,10 @@ def test_top_level_keys_are_flags(run):
 
 
 def test_options_take_several_pairs(run):
-    config = run("--options", "seed=3", "output_dir=a=b", "runner_config.epochs=4", "--do_eval")
+    options = ["seed=3", "output_dir=a=b", "runner_config.epochs=4", "runner_wrapper.use_clip_grad=True"]
+    config = run("--options", *options, "--do_eval", "--mode", "1")
     assert (config.seed, config.output_dir, config.runner_config.epochs, config.do_eval) == (3, "a=b", 4, True)
+    assert config.runner_wrapper.use_clip_grad is True and config.context.mode == 1
     assert config.source.where("seed") == "--options"
     assert run("--options=seed=5").seed == 5
 
@@ -181,6 +190,31 @@ def test_hyphens_in_named_flags_mean_underscores(run):
 def test_negative_numbers_are_values(run):
     assert run("--eval_step_interval", "-1").eval_step_interval == -1
     assert "seed = -1: must be at least 0" in failure(lambda: run("--seed", "-1"))
+
+
+def test_a_misspelt_dotted_key_is_an_error_not_a_new_key(run):
+    message = failure(lambda: run("--runner_config.epoch", "3"))
+    assert message.startswith("flag --runner_config.epoch: runner_config.epoch: unknown key in runner_config.")
+    assert "runner_config.epochs" in message
+
+
+def test_a_relative_config_counts_from_the_working_directory(run, tmp_path, monkeypatch):
+    below = tmp_path / "below"
+    below.mkdir()
+    (below / "base.yaml").write_text("seed: 77\n")
+    assert run().seed == 1
+    monkeypatch.chdir(below)
+    assert run().seed == 77
+
+
+def test_a_missing_key_is_never_none(run):
+    config = run()
+    with pytest.raises(AttributeError):
+        config.runner_config.epoch  # noqa: B018
+    with pytest.raises(AttributeError):
+        config.no_such_section  # noqa: B018
+    schedule = "lr_schedule: {type: CosineAnnealingLR}\n"
+    assert "lr_schedule.t_max: this key is required" in failure(lambda: run(text=BASE + schedule))
 
 
 def test_what_belongs_to_the_caller_stays_in_order():
