@@ -406,18 +406,7 @@ class LossCell(nn.Cell):
 class LazyLossCell(LossCell):
     """A `LossCell` whose micro-batches call one graph, which MindSpore inlines late."""
 
-    @lazy_inline
-    def __init__(
-        self,
-        config: Config,
-        kernels: KernelSet,
-        tables: RotaryTables,
-        masks: Sequence[AttentionMask],
-        experts: ExpertCells | None,
-        *,
-        staged: bool,
-    ) -> None:
-        super().__init__(config, kernels, tables, masks, experts, staged=staged)
+    __init__ = lazy_inline(LossCell.__init__)
 
 
 def _calls_one_graph(config: Config, degrees: Degrees) -> bool:
