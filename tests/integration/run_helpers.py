@@ -183,6 +183,12 @@ def assert_same_bits(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndar
     assert not different, f"other bits in {different}"
 
 
+def assert_same_run(output: Path, right: Path) -> None:
+    """Compares every number of the steps, and every bit of the last checkpoint."""
+    assert figures(output) == figures(right)
+    assert_same_bits(arrays_of(output), arrays_of(right))
+
+
 def mark_again(checkpoint: Path, with_checksums: bool = True) -> None:
     """Writes the marker of a checkpoint whose files were changed: everything in it is right.
 

@@ -17,6 +17,7 @@ from numpy_kernels import distance
 from run_helpers import (
     arrays_of,
     assert_same_bits,
+    assert_same_run,
     call,
     column,
     config_of,
@@ -138,8 +139,7 @@ def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole:
     output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF)
     assert_same_bits(arrays_of(output), arrays_of(whole, HALF))
     train(path, output_dir=output, resume_training=True)
-    assert figures(output) == figures(whole)
-    assert_same_bits(arrays_of(output), arrays_of(whole))
+    assert_same_run(output, whole)
     checkpoint = whole / "checkpoints" / f"step-{HALF:08d}"  # from elsewhere
     flags = {"resume_training": True, "adapter_id": checkpoint, "runner_config__stop_step": HALF + 1}
     other = train(path, output_dir=home / "elsewhere", **flags)
@@ -158,8 +158,7 @@ def test_dora_starts_from_the_base_model_resumes_and_is_merged(home: Path, path:
     assert losses[0] == pytest.approx(usual[0]["loss"], rel=limit) and losses[-1] < losses[0]
     halves = train(path, output_dir=home / "dora_halves", **flags | {"runner_config__stop_step": HALF // 2})
     train(path, output_dir=halves, resume_training=True, **flags)
-    assert figures(halves) == figures(trained)
-    assert_same_bits(arrays_of(halves), arrays_of(trained))
+    assert_same_run(halves, trained)
     loss = loss_of(path, home / "dora_eval", adapter_id=trained, **changed)
     assert loss == eval_records(trained)[-1]["eval_loss"]
     texts = [f"--{name.replace('__', '.')}={value}" for name, value in changed.items()]
@@ -191,8 +190,7 @@ def test_adapters_from_the_base_weights_resume_and_are_saved_for_the_original_on
     assert step_records(whole)[0]["loss"] == pytest.approx(step_records(usual)[0]["loss"], rel=limit)
     halves = train(path, output_dir=home / f"{method}_halves", **flags | {"runner_config__stop_step": HALF // 2})
     train(path, output_dir=halves, resume_training=True, **flags)
-    assert figures(halves) == figures(whole)
-    assert_same_bits(arrays_of(halves), arrays_of(whole))
+    assert_same_run(halves, whole)
     folder = newest_complete(whole / "checkpoints")
     described = json.loads((folder / "adapter_config.json").read_text())
     assert (described["r"], described["lora_alpha"], described["init_lora_weights"]) == (2 * RANK, 12, True)
