@@ -37,7 +37,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10,
         "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "mtp_depth": 1},
     "averages": {},  # the weights of its result are moving averages
+    "loss terms": {"label_smoothing": 0.2, "z_loss_weight": 0.01, "final_logit_softcapping": 3.0},
+    "noise": {"label_smoothing": 0.2, "z_loss_weight": 0.01, "neftune_noise_alpha": 3.0},
 }  # fmt: skip
+SOME = {
+    "averages": ("level 2", "level 3", "tensor with rows", "pipeline"),
+    "loss terms": ("level 2", "pipeline", "tensor, pipeline and data"),
+    "noise": ("tensor with rows", "context"),  # other micro-batches and data-parallel ranks draw other noise
+}
+"""The layouts of models that do not have all."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "MuonClip": {"type": "Muon", "ns_steps": 2, "qk_clip_threshold": 0.02},
     "averages": {"type": "PmaAdamW", "fused_num": 2, "interleave_step": 2, "fused_algo": "sma", "ema_decay": 0.6},
@@ -87,7 +95,7 @@ LAYOUTS = {
 class Trained(NamedTuple):
     """What a training has computed; whole weights by name, as all ranks together would save them."""
 
-    losses: list[float]
+    losses: list[float]  # of each step, with the other losses that it reports
     norms: list[float]
     weights: dict[str, np.ndarray]
     logits: np.ndarray | None = None  # the largest of each step, layer and head
@@ -95,8 +103,8 @@ class Trained(NamedTuple):
 
 def has_layout(model: str, layout: str) -> bool:
     """Returns whether a model can have a layout: only experts can be sharded over expert-parallel ranks."""
-    if model == "averages":
-        return layout in ("level 2", "level 3", "tensor with rows", "pipeline")
+    if model in SOME:
+        return layout in SOME[model]
     return "expert_parallel" not in LAYOUTS[layout].degrees or "moe_config" in MODELS[model]
 
 
@@ -133,7 +141,8 @@ def trained(group: ProcessGroup | None, model: str, layout: Layout) -> Trained:
         weights_used = step.averages.in_use(step.model.compute_weights.refresh)
     with weights_used:
         weights = saved(step)
-    return Trained([one.loss for one in results], [one.global_norm for one in results], weights)
+    losses = [loss for one in results for loss in (one.loss, *one.losses.values())]
+    return Trained(losses, [one.global_norm for one in results], weights)
 
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:

@@ -8,10 +8,23 @@ import numpy as np
 import pytest
 from drawn_masks import drawn_masks
 from numpy_kernels import distance
-from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, same_bits, shared_trainer, state_of
+from tiny_trainer import (
+    MODEL,
+    TOKENS,
+    TinyTrainer,
+    assert_same_bits,
+    config_of,
+    make_batch,
+    same_bits,
+    shared_trainer,
+    state_of,
+)
 from tolerances import decoder_limits
 
+from trainer.arrays.dropout import DropoutSite, draw_noise
 from trainer.data import Batch
+from trainer.models.spec.build import NOISE_SITE
+from trainer.ops.dropout import DropoutKey
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
 
@@ -107,3 +120,46 @@ def test_each_rate_alone_changes_the_loss(window: list[Batch], key: str, native:
     plain, dropping = shared_trainer(native), shared_trainer(native, **{key: RATES[key]})
     assert_same_bits(dropping.initial, plain.initial)
     assert loss_of(dropping.step(), window[0], 0) != loss_of(plain.step(), window[0], 0)
+
+
+NOISE = {"neftune_noise_alpha": 5.0}
+
+
+def test_noise_on_embeddings_is_what_other_embeddings_would_be() -> None:
+    """Where each token comes once, noise on its embedding is another row of the matrix (Jain et al. 2024, section 2).
+
+    The noise is uniform in +-alpha / sqrt(L d) with the L tokens of its document, 7 and 5 in this batch.
+    """
+    noisy, plain = shared_trainer(**NOISE), shared_trainer()
+    batch = make_batch(0, TOKENS)._replace(input_ids=np.arange(TOKENS, dtype=np.int32)[None])
+    width = MODEL["hidden_size"]
+    key = DropoutKey(3, 1, 2, 4)
+    step = noisy.step(rank=1, seed=3)
+    step.optimizer.updates = 2
+    ours = step.backward(batch, 4, 1.0)
+    random = np.random.Philox(key=[3, 0xD0 + (1 << 8)], counter=[0, 2, 4, NOISE_SITE])
+    uniform = np.random.Generator(random).random((TOKENS, width), np.float32) * 2 - 1
+    limits = 5 / np.sqrt(np.repeat([7, 5], [7, 5]) * width)
+    exact = uniform * limits[:, None]
+    drawn = draw_noise(key, DropoutSite(NOISE_SITE, 0.0, width), limits.astype(np.float32))
+    np.testing.assert_allclose(drawn, exact, rtol=1e-6)
+    assert -limits.max() <= drawn.min() < -0.9 * limits.max() and 0.9 * limits.max() < drawn.max() <= limits.max()
+    other = plain.step()
+    embedding = plain.initial["model.embed_tokens.weight"].copy()
+    embedding[:TOKENS] += exact.astype(np.float32)
+    plain.set_weight("model.embed_tokens.weight", embedding)
+    right = other.backward(batch, 0, 1.0)
+    assert ours.loss_sum.asnumpy() == pytest.approx(right.loss_sum.asnumpy(), rel=LIMITS.loss)
+    for mine, theirs in zip(ours.gradients, right.gradients, strict=True):
+        assert distance(mine.asnumpy(), theirs.asnumpy()) < LIMITS.gradients
+
+
+def test_noise_is_drawn_in_training_only_and_again_with_the_same_key(window: list[Batch]) -> None:
+    noisy, plain = shared_trainer(**NOISE), shared_trainer()
+    step = noisy.step()
+    first = loss_of(step, window[0], 0)
+    assert loss_of(step, window[0], 0) == first
+    assert len({first, loss_of(step, window[0], 1), loss_of(step, window[0], 0, updates=1)}) == 3
+    plain.step()
+    losses = [evaluate(each.model, each.build_inputs, window, stop=lambda: False).loss for each in (noisy, plain)]
+    assert losses[0] == losses[1]

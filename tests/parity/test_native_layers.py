@@ -42,6 +42,7 @@ from trainer.arrays.attention import sublayer as attention
 from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
+from trainer.arrays.loss_terms import LossTerms
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe import experts
 from trainer.arrays.tiles import Scratch, SublayerCall
@@ -260,6 +261,44 @@ def test_what_is_not_finite_reaches_the_loss(bad: float, implementation: str) ->
     case.x_ND[3, 2] = bad
     found = case.run(("weight",))
     assert not np.isfinite(found.loss) and not np.isfinite(found.weights["weight"].asnumpy()).all()
+
+
+@pytest.mark.parametrize("cap", [None, 1.5], ids=["", "capped"])
+@pytest.mark.parametrize(("smoothing", "z_weight"), [(0.2, 0.0), (0.0, 0.05), (0.3, 0.02)])
+def test_the_head_with_terms_beside_cross_entropy(
+    smoothing: float, z_weight: float, cap: float | None, implementation: str
+) -> None:
+    """Label smoothing as torch.nn.CrossEntropyLoss documents it, the z-loss of PaLM; weights of tokens, also frozen."""
+    own = head_case(10, 6)
+    own.valid_N1[...] *= np.linspace(0.5, 2, 10, dtype=np.float32)[:, None]
+
+    def sums(x: np.ndarray, norm: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        logits = numpy_kernels.rms_norm(x, norm, 1e-3) @ weight.T
+        if cap is not None:
+            logits = cap * np.tanh(logits / cap)
+        lse = np.log(np.exp(logits).sum(-1))
+        log_probs = logits - lse[:, None]
+        rows = -log_probs[np.arange(len(x)), own.labels_N], -log_probs.mean(-1), lse**2
+        return np.array([(own.valid_N1[:, 0] * each).sum() for each in rows])
+
+    def formula(x: np.ndarray, norm: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return sums(x, norm, weight) @ [1 - smoothing, smoothing, z_weight]
+
+    case = Case(own.x_ND, np.ones(()), own.weights, formula, own.case.terms)
+    run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), cap=cap)
+    arrays = own.x_ND, own.labels_N, own.valid_N1, None
+    for trained in (tuple(own.weights), ("norm",)):
+        call = SublayerCall(own.weights, save=True, trained=trained)
+        terms = LossTerms(smoothing, z_weight, VOCABULARY)
+        case.check_result(run.forward(call, *arrays, terms).asnumpy())
+        found = [terms.cross_entropy, terms.smoothed, terms.squares]
+        right = sums(own.x_ND, **own.weights)
+        assert distance(np.array(found), right) <= rounding_limit(own.case.terms)
+        grad, grads = run.backward(call, *arrays, terms, np.float32(1))
+        if len(trained) == len(own.weights):
+            case.check_gradients({"x": grad} | grads)
+    evaluated = run.forward(SublayerCall(own.weights, save=False), *arrays).asnumpy()
+    assert distance(evaluated, right[0]) <= rounding_limit(own.case.terms)
 
 
 IDS = np.array([3, 0, 3, 10, 3, 0, *[7] * 11], np.int32)

@@ -1,4 +1,4 @@
-"""Dropout masks of the rows and heads that a thread computes: the bits of `trainer.ops.dropout.dropout_mask`.
+"""Dropout masks of the rows and heads that a thread computes: the bits of `trainer.ops.dropout.dropout_mask`; noise.
 
 A mask is a sequence of random numbers from a counter, of which any piece can be drawn without the others: no array ever
 holds a full mask. Philox gives eight 32-bit numbers for each count.
@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from trainer.arrays.memory import host_threads, row_blocks
 from trainer.ops.dropout import DropoutKey, draw_mask_bits, keep_threshold
 
 if TYPE_CHECKING:
     from trainer.ops.dropout import LocalHeads
+
+
+_NOISE_ROWS = 64  # that a thread draws at once
 
 
 class DropoutSite(NamedTuple):
@@ -108,6 +112,34 @@ class LayerDropout:
                 self.kept[name] = np.packbits(survives, -1)
             _write_factors(survives, self.rate, factors[place])
         return factors
+
+
+def draw_noise(key: DropoutKey, site: DropoutSite, limits_M: np.ndarray) -> np.ndarray:
+    """Returns uniform noise on the rows of this rank, float32 [N, width]: in +-limit of each row.
+
+    Args:
+        site: Its rows are those of the rank; None: all M.
+        limits_M: The limits of all rows of the micro-batch on all ranks, [M].
+    """
+    limits_N = limits_M
+    if site.rows is not None:
+        limits_N = limits_M[site.rows]
+    noise_NE = np.empty((len(limits_N), site.width), np.float32)
+
+    def draw(rows: slice, thread: int) -> None:
+        """Draws the noise of some rows."""
+        start = rows.start
+        for first, count in _runs(rows, site.rows):
+            bits = draw_mask_bits(key, site.number, first * site.width, count * site.width).reshape(count, -1)
+            out_nE = noise_NE[start : start + count]
+            # The upper 24 bits as a number in [-1, 1).
+            np.multiply(bits >> np.uint32(8), np.float32(2**-23), out=out_nE, casting="unsafe")
+            out_nE -= 1
+            out_nE *= limits_N[start : start + count, None]
+            start += count
+
+    host_threads().run(row_blocks(slice(0, len(limits_N)), _NOISE_ROWS), draw)
+    return noise_NE
 
 
 def _write_factors(survives: np.ndarray, rate: float, out: np.ndarray) -> None:

@@ -5,10 +5,13 @@ ones in the same memory. In a training the forward pass computes the gradients o
 Kernel, section 3.2), so that no logit is computed twice.
 
 Where tensor-parallel ranks shard the vocabulary, they exchange three numbers of each token: the largest logit of their
-shard, the sum of exp(logit - largest), and the logit of the label or 0. Each rank only has the logits of its shard.
+shard, the sum of exp(logit - largest), and the logit of the label or 0; for `LossTerms` also the sum of the logits.
+Each rank only has the logits of its shard.
 
 With a matrix in a narrow dtype the normed rows and the gradients of the logits are rounded; logits, softmax and loss
 are float32.
+
+`loss_terms.py` has the terms that a training may add to the cross entropy.
 
 Legend: N tokens (n of a tile or of a rank's rows), D hidden, E width of the head, V vocabulary of this rank, R ranks.
 """
@@ -29,6 +32,7 @@ from trainer.models.spec.saved import logit_rows
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
+    from trainer.arrays.loss_terms import LossTerms
     from trainer.arrays.preferences import Pairs
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.parallel.collectives import ProcessGroup
@@ -117,9 +121,11 @@ class FusedLinearCrossEntropy:
     @np.errstate(all="ignore")
     def forward(
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
-        pairs: Pairs | None = None,
+        pairs: Pairs | None = None, terms: LossTerms | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the loss; if `call.save`, also computes the gradients of x and of the trained weights.
+
+        The loss has the `terms`, whose sums the pass computes. Pairs have none.
 
         The loss of `pairs` is a function of the losses of their tokens. Its derivative by each is known only after all
         of them. So the logits are computed twice if the matrix is trained. Otherwise the gradients of the rows wait for
@@ -145,7 +151,7 @@ class FusedLinearCrossEntropy:
         weight_grad_VE = None
         if gradients.needs("weight"):
             gradients.tensors["weight"], weight_grad_VE = empty(*weight_VE.shape)
-        loss = self._loss(weight_VE, y_NE, labels_N, weights_N1, grad_NE, weight_grad_VE, losses_N)
+        loss = self._loss(weight_VE, y_NE, labels_N, weights_N1, grad_NE, weight_grad_VE, losses_N, terms)
         if pairs is not None and is_frozen:
             pair_loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
             grad_NE *= weights_N1
@@ -158,21 +164,22 @@ class FusedLinearCrossEntropy:
         return Tensor(loss)
 
     def backward(
-        self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray, *pairs_and_grad: Any
+        self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray, *others_and_grad: Any
     ) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights from the gradient of the loss; overwrites those saved.
         """
         input_grad = call.saved["input"]
         weight_grads = call.saved["weights"]
         for gradient in (input_grad, *weight_grads.values()):
-            gradient.asnumpy()[...] *= pairs_and_grad[-1]
+            gradient.asnumpy()[...] *= others_and_grad[-1]
         return input_grad, weight_grads
 
     def _loss(
         self, weight_VE: np.ndarray, y_NE: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
         grad_NE: np.ndarray | None, weight_grad_VE: np.ndarray | None, out_N: np.ndarray,
+        terms: LossTerms | None = None,
     ) -> np.float32:  # fmt: skip
-        """Returns the loss, and writes the losses of the tokens to `out_N`, and the gradients.
+        """Returns the loss, and writes the cross entropies of the tokens to `out_N`, and the gradients.
 
         With gradients it overwrites `y_NE`.
         """
@@ -206,30 +213,39 @@ class FusedLinearCrossEntropy:
             slope_of_part = None
             if slope_nV is not None:
                 slope_of_part = slope_nV[:size]
-            losses_n = self._losses(logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, slope_of_part)
+            weights_n = valid_n1[:, 0].astype(np.float64)
+            losses_n = self._losses(
+                logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, slope_of_part, terms, weights_n
+            )
             out_N[part] = losses_n
-            loss += float(losses_n @ valid_n1[:, 0].astype(np.float64))
+            loss += float(losses_n @ weights_n)
             if grad_NE is not None and grad_nV is not None:
                 y_nE *= valid_n1
                 if narrow_nE is not None:
                     to_bfloat16_if_needed(y_nE, factor_nE)
                 self._gradients(grad_nV, factor_nE, weight_VE, grad_NE[part], weight_grad_VE, first=not part.start)
                 grad_NE[part] *= valid_n1
+        if terms is not None:
+            loss = terms.total
         return np.float32(loss)
 
     def _losses(
         self, logits_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, labels_n: np.ndarray,
-        grad_nV: np.ndarray | None, slope_nV: np.ndarray | None,
+        grad_nV: np.ndarray | None, slope_nV: np.ndarray | None, terms: LossTerms | None, weights_n: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
-        """Returns the loss of each row; `grad_nV`, which may be `logits_nV`, receives d loss / d logits.
+        """Returns the cross entropy of each row; `grad_nV`, which may be `logits_nV`, receives d loss / d logits.
 
-        `slope_nV` receives the derivatives of the capped logits, if there is a cap and a gradient.
+        `slope_nV` receives the derivatives of the capped logits, if there is a cap and a gradient; `terms` the sums of
+        the rows with these weights.
         """
         losses_n = np.empty(len(y_nE))
         above_n = np.empty(len(y_nE), np.float32)
         inverse_sum_n = np.empty(len(y_nE), np.float32)
         largest_n = np.empty(len(y_nE), np.float32)
         label_n = np.empty(len(y_nE), np.float32)
+        sum_n = None  # of the logits
+        if terms is not None:
+            sum_n = np.empty(len(y_nE))
         place_n = labels_n - self.first_token
         inside_n = (place_n >= 0) & (place_n < len(weight_VE))
         place_n = place_n * inside_n
@@ -253,6 +269,8 @@ class FusedLinearCrossEntropy:
             label_n[rows] = logits[np.arange(len(logits)), place_n[rows]] * inside_n[rows]
             # The difference of the logits comes first: it keeps its digits also for large logits.
             above_n[rows] = largest_n[rows] - label_n[rows]
+            if sum_n is not None:
+                sum_n[rows] = logits.sum(1, dtype=np.float64)
             operators().softmax(logits, logits)
             inverse_sum_n[rows] = logits.max(1)
             if self.tensor is None:
@@ -264,7 +282,11 @@ class FusedLinearCrossEntropy:
             losses_n[rows] = above_n[rows] - np.log(inverse_sum_n[rows], dtype=np.float64)
             if grad_nV is None:
                 return
-            logits[np.arange(len(logits)), place_n[rows]] -= inside_n[rows]
+            label_part = np.float32(1)
+            if terms is not None:
+                terms.differentiate(logits, largest_n[rows] - np.log(inverse_sum_n[rows], dtype=np.float64))
+                label_part = np.float32(1 - terms.smoothing)
+            logits[np.arange(len(logits)), place_n[rows]] -= label_part * inside_n[rows]
             if self.cap is not None:
                 logits *= slopes_of(rows)
             if grad_nV.dtype == np.float16:
@@ -279,23 +301,33 @@ class FusedLinearCrossEntropy:
         host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), multiply)
         host_threads().run(row_blocks(slice(0, len(y_nE)), _ROWS), normalise)
         if self.tensor is not None:
-            share_n = self._combine_shards(self.tensor.group, largest_n, label_n, above_n, inverse_sum_n)
+            share_n = self._combine_shards(self.tensor.group, largest_n, label_n, above_n, inverse_sum_n, sum_n)
             host_threads().run(row_blocks(slice(0, len(y_nE)), _ROWS), scale_shard)
+        if terms is not None and sum_n is not None:
+            lse_n = largest_n - np.log(inverse_sum_n, dtype=np.float64)
+            terms.add(losses_n, lse_n, sum_n / terms.vocabulary, weights_n)
         return losses_n
 
     @staticmethod
     def _combine_shards(
-        group: ProcessGroup, largest_n: np.ndarray, label_n: np.ndarray, above_n: np.ndarray, inverse_sum_n: np.ndarray
-    ) -> np.ndarray:
-        """Replaces `above_n` and `inverse_sum_n` by their values for the vocabulary of all ranks.
+        group: ProcessGroup, largest_n: np.ndarray, label_n: np.ndarray, above_n: np.ndarray, inverse_sum_n: np.ndarray,
+        sum_n: np.ndarray | None,
+    ) -> np.ndarray:  # fmt: skip
+        """Replaces all of these but `label_n` by their values for the vocabulary of all ranks.
 
         Returns the probability of this rank's shard, [n].
         """
-        every_R3n = group.all_gather(np.stack((largest_n, 1 / inverse_sum_n, label_n)))
-        over_all_n = every_R3n[:, 0].max(0)
-        mass_Rn = every_R3n[:, 1] * np.exp(every_R3n[:, 0] - over_all_n)
+        numbers = [largest_n, 1 / inverse_sum_n, label_n]
+        if sum_n is not None:
+            numbers.append(sum_n.astype(np.float32))
+        every_RCn = group.all_gather(np.stack(numbers))
+        over_all_n = every_RCn[:, 0].max(0)
+        mass_Rn = every_RCn[:, 1] * np.exp(every_RCn[:, 0] - over_all_n)
         total_n = mass_Rn.sum(0)
-        above_n[...] = over_all_n - every_R3n[:, 2].sum(0)
+        largest_n[...] = over_all_n
+        if sum_n is not None:
+            sum_n[...] = every_RCn[:, 3].sum(0, dtype=np.float64)
+        above_n[...] = over_all_n - every_RCn[:, 2].sum(0)
         inverse_sum_n[...] = 1 / total_n
         return mass_Rn[group.rank] / total_n
 

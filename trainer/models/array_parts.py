@@ -21,6 +21,7 @@ from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.cells import BlockPart, ExpertsPart, PartWeights, keep_sharding, run_part
 from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
+from trainer.arrays.loss_terms import find_terms
 from trainer.arrays.memory import host_array, host_threads, row_blocks
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.onednn import operators
@@ -29,6 +30,7 @@ from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.recompute import SUBLAYERS
+from trainer.models.dropout import embedding_noise
 from trainer.models.frozen import FrozenMatrix
 from trainer.models.inputs import ModelInputs, MtpInputs, PredictionCall
 from trainer.models.spec.adapters import merged_matrix, with_magnitudes
@@ -217,8 +219,16 @@ class ArrayParts:
         return self.mlps[spec]
 
     def run_embedding(self, ids_N: Tensor, call: DecoderCall) -> Tensor:
-        """Returns the residual stream of tokens, [N, D]."""
+        """Returns the residual stream of tokens, [N, D], in a training with the noise of NEFTune."""
+        assert self.dropout is not None
+        noise_NE = embedding_noise(self.dropout, call.dropout, call.inputs, self.spec.embedding)
+        return self._embed(ids_N, noise_NE)
+
+    def _embed(self, ids_N: Tensor, noise_NE: np.ndarray | None) -> Tensor:
+        """Returns the residual stream of tokens, [N, D], from the sum of their embeddings and the noise."""
         x_NE = run_part(self.embedding, self.embedding_weights, (), (ids_N.asnumpy(),))
+        if noise_NE is not None:
+            x_NE = x_NE + Tensor.from_numpy(noise_NE)
         if not self.mapping_weights.named:
             return x_NE
         return run_part(self.mapping, self.mapping_weights, (x_NE,))
@@ -268,7 +278,7 @@ class ArrayParts:
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         """Returns the input of the block of an MTP module, [N, D]."""
-        embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
+        embedded_ND = self._embed(call.inputs.mtp[module].ids_N, None)
         return run_part(self.merge, self.merges[module], (embedded_ND, x_ND))
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
@@ -276,7 +286,11 @@ class ArrayParts:
         labels: ModelInputs | MtpInputs = call.inputs
         if number:
             labels = call.inputs.mtp[number - 1]
-        arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1), call.inputs.pairs
+        terms = None
+        if call.statistics is not None and not number:
+            terms = find_terms(self.settings)
+            call.statistics.terms = terms
+        arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1), call.inputs.pairs, terms
         loss = run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
         if call.observer is not None:
             call.observer.loss(number, loss)

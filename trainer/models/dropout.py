@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.dropout import DropoutSite, LayerDropout
+from trainer.arrays.dropout import DropoutSite, LayerDropout, draw_noise
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.adapters import adapter_spec, layer_targets
-from trainer.models.spec.build import dropout_sites
+from trainer.models.spec.build import NOISE_SITE, dropout_sites
 from trainer.models.spec.shapes import dropped_projections
 from trainer.models.spec.sublayers import attention_parameters, attention_spec, mlp_parameters
 from trainer.ops.dropout import LocalHeads, MaskShard
@@ -128,6 +128,15 @@ class DropoutShards:
             width, shard = self.adapter_mask(name, inputs, widths[f"{name}.weight"])
             sites[name] = _site(numbers[name], adapter.dropout, width, shard)
         return LayerDropout(key, sites, (numbers["probabilities"], spec.attention.dropout), self.heads)
+
+
+def embedding_noise(
+    shards: DropoutShards, key: DropoutKey | None, inputs: ModelInputs, width: int
+) -> np.ndarray | None:
+    """Returns the noise on the embeddings of this rank's rows, [N, width]; None where there is none."""
+    if key is None or inputs.noise_M is None:
+        return None
+    return draw_noise(key, _site(NOISE_SITE, 0.0, width, shards.rows(inputs)), inputs.noise_M)
 
 
 def _site(number: int, rate: float, width: int, shard: MaskShard | None) -> DropoutSite:

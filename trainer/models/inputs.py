@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.arrays.attention.positions import CpuRotary, TokenPositions, query_blocks
+from trainer.arrays.loss_terms import LossTerms
 from trainer.arrays.preferences import Pairs, find_pairs
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, PairBatch
 from trainer.data.batches.context import ContextShard
@@ -87,6 +88,8 @@ class ModelInputs(NamedTuple):
     """`tables` for layers with a sliding window, where they differ."""
     pairs: Pairs | None = None
     """The pairs of answers for a loss of preferences; None: the loss is the sum over the tokens."""
+    noise_M: np.ndarray | None = None
+    """float32, largest absolute noise on the embedding of each token of the micro-batch, on all ranks; None: none."""
 
 
 class LossSums(NamedTuple):
@@ -98,7 +101,8 @@ class LossSums(NamedTuple):
 
     total: Tensor
     tokens: Tensor
-    """Losses of all loss tokens, or of all images."""
+    """Losses of all loss tokens, or of all images. With `RouterStatistics.terms` those are in it: `terms` has the cross
+    entropy alone."""
     aux_loss: Tensor | None = None
     """Sum over the routers; see `trainer.models.moe.RouterLosses`."""
     z_loss: Tensor | None = None
@@ -117,11 +121,13 @@ class RouterStatistics:
             has decided the routing, tensors where a graph has.
         load: The expert load of the step, only for gbs_aux_loss.
         max_logits: By layer, the array that takes the largest attention logit of each head; only native layers do it.
+        terms: The terms that the main model's head adds to its cross entropy; None: none.
     """
 
     routings: list[tuple[int, Any, Any]] = field(default_factory=list)
     load: StepExpertLoad | None = None
     max_logits: Mapping[int, np.ndarray] = field(default_factory=dict)
+    terms: LossTerms | None = None
 
     def counts(self) -> RoutingCounts | None:
         """Returns the counts of all MoE layers; None where the model has none."""
@@ -200,6 +206,7 @@ class InputBuilder:
             self.tensor = shard.tensor
         spec = model_spec(settings)
         self.mtp_modules = spec.mtp_modules
+        self.width = spec.embedding
         rotated = (layer.attention for layer in spec.layers if layer.attention.rotary_size)
         attention = next(rotated, spec.layers[0].attention)
         self.masks = kernels.attention_masks(settings)
@@ -242,7 +249,21 @@ class InputBuilder:
             rows,
             window_tables,
             pairs,
+            self._noise(batch),
         )
+
+    def _noise(self, batch: Batch | PairBatch) -> np.ndarray | None:
+        """Returns alpha / sqrt(tokens of the document x width) of each token of the batch, [B * T]; None without noise.
+
+        The length of a document is that of its piece in the sequence.
+        """
+        alpha = self.settings.neftune_noise_alpha
+        if alpha is None:
+            return None
+        documents_BT = batch.segment_ids + np.arange(len(batch.segment_ids))[:, None] * (batch.segment_ids.max() + 1)
+        _, document_M, tokens = np.unique(documents_BT, return_inverse=True, return_counts=True)
+        limits = alpha / np.sqrt(tokens * self.width)
+        return limits.astype(np.float32)[document_M.reshape(-1)]
 
     def _sequence_weights(
         self, moe: MoEConfig, batch: Batch | PairBatch, counts_N1: np.ndarray, valid_N1: Tensor

@@ -170,12 +170,12 @@ def end_calls(
         head_sizes = sizes
         if sizes.on_host:
             head_sizes = stream
-        yield from _head_calls(spec, head_sizes, 1 + modules)
+        yield from _head_calls(spec, head_sizes, 1 + modules, 3 + config.decoder.has_loss_terms)
     yield from _stage_calls(sizes, spec.hidden, stage_chunks, job.first, where)
 
 
-def _head_calls(spec: ModelSpec, sizes: MessageSizes, heads: int) -> Iterator[Call]:
-    """Yields the calls of the head: the ranks exchange three numbers of each token, on a CPU in blocks of rows."""
+def _head_calls(spec: ModelSpec, sizes: MessageSizes, heads: int, numbers: int) -> Iterator[Call]:
+    """Yields the calls of the head: the ranks exchange some numbers of each token, on a CPU in blocks of rows."""
     what = "head and loss"
     rows = sizes.tokens
     yield from _enter(sizes, what, spec.embedding, heads, heads)
@@ -183,7 +183,7 @@ def _head_calls(spec: ModelSpec, sizes: MessageSizes, heads: int) -> Iterator[Ca
         rows = logit_rows(sizes.tokens, -(-spec.vocabulary // sizes.tensor))
     blocks, rest = divmod(sizes.tokens, rows)
     for size, times in ((rows, blocks), (rest, bool(rest))):
-        yield Call("tp", what, "all_gather", 3 * size * FLOAT32_BYTES, heads * times)
+        yield Call("tp", what, "all_gather", numbers * size * FLOAT32_BYTES, heads * times)
 
 
 class MessageSizes(NamedTuple):

@@ -21,6 +21,7 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, ops
 
 from trainer.arrays.preferences import add_margin, divergence
+from trainer.arrays.loss_terms import TERMS, LossTerms
 from trainer.data.batches.batch import Batch, count_pairs
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
@@ -63,8 +64,9 @@ class StepResult:
     Attributes:
         local_norms: Norm of each parameter's gradient by name; None unless `runner_wrapper.local_norm` asks for them.
         losses: Auxiliary losses by name, before their factors: aux_loss (mean over the MoE layers; 1 is an even load),
-            z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules). Or the means over
-            pairs of `trainer.arrays.preferences.REWARDS`.
+            z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules), and the means over
+            the loss tokens of `trainer.arrays.loss_terms.TERMS`. Or the means over pairs of
+            `trainer.arrays.preferences.REWARDS`.
         routing: Counts of tokens of each expert over all ranks; tensors on a device.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank;
             None where they are summed during the backward pass, which the host does not time.
@@ -293,13 +295,13 @@ class TrainStep:
         assert sums is not None and call.statistics is not None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = cast_to_float32(gradients)
-        others = self.other_sums(batch, sums, self.communicator.reports_losses)
+        others = self.other_sums(batch, sums, self.communicator.reports_losses, call.statistics.terms)
         if isinstance(call.inputs, ModelInputs) and call.inputs.pairs is not None:  # images have none
             pairs = call.inputs.pairs
             others |= {name: (Tensor(np.float32(value)), count) for name, (value, count) in pairs.sums.items()}
         token_losses = None
         if self.communicator.reports_losses:
-            token_losses = sums.tokens
+            token_losses = cross_entropy(sums, call.statistics.terms)
         return MicroBatch(token_losses, others, call.statistics.counts(), gradients)
 
     def decoder_call(self, batch: Batch, number: int) -> DecoderCall:
@@ -355,12 +357,12 @@ class TrainStep:
         def on_forward(place: int, sums: LossSums, call: DecoderCall, is_last: bool) -> None:
             """Adds the losses and the routing of a forward pass to the results."""
             reports_losses = self.communicator.reports_losses and sums.tokens is not None
-            others = self.other_sums(batches[place], sums, reports_losses)
+            assert call.statistics is not None
+            others = self.other_sums(batches[place], sums, reports_losses, call.statistics.terms)
             token_losses = None
             if reports_losses:
-                token_losses = sums.tokens
+                token_losses = cross_entropy(sums, call.statistics.terms)
             routing = None
-            assert call.statistics is not None
             if is_last and settings.moe_layers:  # the routers of all chunks have decided
                 routing = metric_functions().pad_to_all_layers(
                     call.statistics.counts(), settings.moe_layers, moe_config(settings).expert_num
@@ -376,12 +378,13 @@ class TrainStep:
         return gradients, waited
 
     def other_sums(
-        self, batch: Batch, sums: LossSums, reports_losses: bool = True
+        self, batch: Batch, sums: LossSums, reports_losses: bool = True, terms: LossTerms | None = None
     ) -> dict[str, tuple[Tensor | None, float]]:
         """Returns the auxiliary losses for `MicroBatch.other_sums`.
 
         Args:
             reports_losses: False: another rank reports the losses of tokens, including the MTP loss.
+            terms: What this rank's head has added to the cross entropy.
         """
         settings = self.model.settings
         modules = self.model.mtp_modules
@@ -394,6 +397,11 @@ class TrainStep:
         others: dict[str, tuple[Tensor | None, float]] = {}
         if modules:
             others["mtp_loss"] = sums.mtp if reports_losses else None, labels_of_modules
+        if settings.has_loss_terms:
+            values: list[Tensor | None] = [None, None]
+            if reports_losses and terms is not None:
+                values = [Tensor(np.float32(value)) for value in (terms.smoothed, terms.squares)]
+            others |= {name: (value, tokens) for name, value in zip(TERMS, values, strict=True)}
         if settings.moe_layers:
             others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
         if settings.moe_layers and moe_config(settings).z_loss_factor:
@@ -444,6 +452,13 @@ class TrainStep:
     def load_state(self, state: Mapping) -> None:
         """Restores what `state` returned."""
         self.guards.load_state(state)
+
+
+def cross_entropy(sums: LossSums, terms: LossTerms | None) -> Tensor:
+    """Returns the sum of the cross entropies of the loss tokens of a forward pass."""
+    if terms is None:
+        return sums.tokens
+    return Tensor(np.float32(terms.cross_entropy))
 
 
 def apply_gradients(

@@ -308,7 +308,10 @@ def test_unknown_keys_name_the_nearest(text, key, fix):
         ("train_dataset: {data_loader: {type: TextDatset}}\n", ["TextDatset", "you probably mean TextDataset"]),
         ("callbacks: [{type: 3}]\n", ["callbacks.0.type = 3"]),
         ("grouped_lr_schedule: {default: {learning_rate: 1}}\n", ["a.yaml:1: ", "must be ConstantWarmUpLR, Linear"]),
-        ("optimizer: {type: AdamWeightDecay}\n", ["optimizer.type = 'AdamWeightDecay': must be AdamW, SGD or Muon"]),
+        (
+            "optimizer: {type: AdamWeightDecay}\n",
+            ["optimizer.type = 'AdamWeightDecay': must be AdamW, PmaAdamW, SGD or Muon"],
+        ),
         ("model: {arch: {type: GPT}}\n", ["model.arch.type = 'GPT': must be LlamaForCausalLM, Qwen2ForCausalLM, "]),
     ],
 )

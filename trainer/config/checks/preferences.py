@@ -1,4 +1,4 @@
-"""Rules about the loss of preferences: which data have pairs, and what computes it."""
+"""Rules about the loss: that of preferences, and what a training adds to the cross entropy of tokens."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _KEYS_OF_ONE = (
     ("undesirable_weight", "kto", "labels to weigh"),
 )
 _FIELDS = {"pairs": "chosen and rejected", "labels": "prompt, completion and label"}
+_CELLS = "anything but native layers on a CPU (an Ascend, context.mode 1, semi-automatic mode)"
 _RECORDS = ("JsonlDataset", "HFDataLoader", "CommonDataLoader")
 
 
@@ -46,13 +47,39 @@ def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterat
         yield from _data_problems(config, loss, section)
 
 
+def term_problems(config: Config, world: World, on_arrays: bool) -> Iterator[ConfigError]:
+    """Yields one error for each key about loss or embeddings of a training that something else does not support.
+
+    Args:
+        on_arrays: Whether native CPU layers compute the model.
+    """
+    settings = config.decoder
+    if not config.trains or config.classifier is not None:
+        return
+    used = {"label_smoothing": bool(settings.label_smoothing), "z_loss_weight": bool(settings.z_loss_weight),
+            "neftune_noise_alpha": settings.neftune_noise_alpha is not None}  # fmt: skip
+    for name in (name for name, is_used in used.items() if is_used):
+        lacking = []
+        if not on_arrays:
+            lacking.append(_CELLS)
+        if name == "neftune_noise_alpha" and settings.embedding_multiplier != 1:
+            lacking.append(f"embedding_multiplier {settings.embedding_multiplier:g}")
+        if name != "neftune_noise_alpha" and config.loss is not None:
+            lacking.append(f"a loss of preferences ({config.loss.type})")
+        if name != "neftune_noise_alpha" and model_spec(settings).mtp_modules:
+            lacking.append("multi-token prediction")
+        if lacking:
+            rule = f"is not yet supported with {', '.join(lacking)}"
+            yield problem(config, f"model.model_config.{name}", rule, "leave that out, or leave this key out")
+
+
 def _unsupported(config: Config, world: World, on_arrays: bool) -> Iterator[str]:
     """Yields what the configuration has that this loss does not support."""
     degrees = parallel_degrees(config, world)
     if config.classifier is not None:
         yield "a classifier"
     elif not on_arrays:
-        yield "anything but native layers on a CPU (an Ascend, context.mode 1, semi-automatic mode)"
+        yield _CELLS
     if config.classifier is None and config.decoder.experts is not None:
         yield "experts"
     if config.classifier is None and model_spec(config.decoder).mtp_modules:

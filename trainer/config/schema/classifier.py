@@ -25,6 +25,7 @@ class ClassifierConfig(Section):
     # Only a decoder has these.
     experts: ClassVar[None] = None
     moe_layers: ClassVar[tuple[int, ...]] = ()
+    has_loss_terms: ClassVar[bool] = False
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -248,6 +248,14 @@ class ModelConfig(Section):
         aliases="hidden_dropout_rate hidden_dropout_prob resid_pdrop residual_dropout")
     attention_dropout: Probability = setting(
         0.0, "Dropout on attention weights.", aliases="attention_dropout_rate attention_dropout_prob attn_dropout")
+    neftune_noise_alpha: float | None = setting(
+        None, "NEFTune (Jain et al. 2024): in training uniform noise of +-alpha / sqrt(tokens of the document x width)"
+        " on the embeddings. Default null: none.", gt=0)
+    label_smoothing: float = setting(
+        0.0, "Label smoothing of the training's loss, as in torch.nn.CrossEntropyLoss. Default 0: none.", ge=0, lt=1)
+    z_loss_weight: float = setting(
+        0.0, "Weight of log(Z)^2 in the training's loss, with Z the sum of exp(logit) of the head; PaLM has 1e-4."
+        " Default 0: none.", ge=0)
     initializer_range: float = setting(
         0.02, "Standard deviation of new weights.", gt=0, aliases="init_method_std sigma")
     param_init_std_rules: list[InitRule] | None = setting(
@@ -494,6 +502,11 @@ class ModelConfig(Section):
     def moe_layers(self) -> tuple[int, ...]:
         """Returns the layers with experts, including MTP modules."""
         return tuple(layer for layer in self.layers if self.is_moe_layer(layer))
+
+    @property
+    def has_loss_terms(self) -> bool:
+        """Returns whether a training adds terms to the cross entropy of its tokens."""
+        return bool(self.label_smoothing or self.z_loss_weight)
 
     @property
     def balance_factor(self) -> float:

@@ -52,6 +52,10 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
     )
 
 
+NOISE_SITE = 1 << 32
+"""The number of the noise on the embeddings among the random streams of dropout masks; no mask has it."""
+
+
 def dropout_sites(settings: ModelConfig, layer: int) -> dict[str, int]:
     """Returns the numbers of a layer's dropout masks. Each names a random stream and does not depend on the rates.
 

@@ -10,6 +10,7 @@ from config_helpers import BASE, error_of, failure, load
 from trainer.cli.flags import split_arguments
 from trainer.config import config_notes, dump_config, parse_config, preflight
 from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.preferences import term_problems
 from trainer.config.schema.data import IMAGES
 from trainer.errors import UserError
 from trainer.ops.select import on_arrays
@@ -475,3 +476,36 @@ def test_evaluations_of_averages_need_averages() -> None:
     message = run_error("", SINGLE_PROCESS, "use_ema=True", "do_eval=True", "train_dataset.held_out=0.1")
     assert "use_ema = True: the training keeps no averages of its weights" in message
     assert "is 0.488 times a mean" in told("optimizer: {type: PmaAdamW, fused_num: 3}\n", SINGLE_PROCESS)
+
+
+TERMS = {"label_smoothing": 0.1, "z_loss_weight": 1e-4, "neftune_noise_alpha": 5}
+CELLS = "anything but native layers on a CPU"
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize(
+    ("others", "lacking"),
+    [
+        (["context.mode=1"], {"label_smoothing": CELLS, "z_loss_weight": CELLS, "neftune_noise_alpha": CELLS}),
+        (
+            ["context.mode=1", "loss.type=simpo", "model.model_config.mtp_depth=1"],
+            dict.fromkeys(("label_smoothing", "z_loss_weight"),
+                          f"{CELLS} (an Ascend, context.mode 1, semi-automatic mode), a loss of preferences (simpo),"
+                          " multi-token prediction"),
+        ),
+        (["model.model_config.embedding_multiplier=2"], {"neftune_noise_alpha": "embedding_multiplier 2"}),
+    ],
+    ids=["cells", "everything", "embeddings"],
+)  # fmt: skip
+def test_terms_of_the_loss_and_noise_say_at_once_what_they_lack(
+    name: str, others: list[str], lacking: dict[str, str]
+) -> None:
+    config = load(BASE, f"model.model_config.{name}={TERMS[name]}", *others)
+    native = on_arrays(config, "CPU", SINGLE_PROCESS)
+    messages = [str(each.error) for each in term_problems(config, SINGLE_PROCESS, native)]
+    if name not in lacking:
+        assert native == (not messages)
+        return
+    [message] = messages
+    assert f"model.model_config.{name}" in message and f"is not yet supported with {lacking[name]}" in message
+    assert not list(term_problems(load(BASE, f"model.model_config.{name}={TERMS[name]}"), SINGLE_PROCESS, True))
