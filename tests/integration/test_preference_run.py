@@ -24,6 +24,8 @@ from run_helpers import (
 )
 from tolerances import RUN_LOSSES, RUN_NORMS
 
+from trainer.cli.main import dispatch
+from trainer.config import load_config
 from trainer.errors import UserError
 from trainer.run.prepare import build_plan
 
@@ -155,6 +157,42 @@ def test_labelled_answers_learn_and_continue_bit_for_bit(path: Path, home: Path)
     assert_same_bits(arrays_of(halves), arrays_of(whole))
 
 
+def test_a_reward_model_learns_continues_and_scores(path: Path, home: Path, capsys: pytest.CaptureFixture) -> None:
+    flags = {"loss__type": "reward", "loss__beta": "null"}
+    base = train(path, output_dir=home / "language-model", loss__type="simpo", runner_config__stop_step=1)
+    before = references(home)
+    first = {"run_mode": "finetune", "load_checkpoint": base}
+    whole = train(path, output_dir=home / "reward", **flags, **first)
+    assert "the checkpoint has no score head" in (whole / "logs" / "rank-0.log").read_text()
+    assert references(home) == before
+    steps = step_records(whole)
+    assert steps[-1]["rewards/accuracies"] == 1 and steps[-1]["loss"] < 0.3 < steps[0]["loss"]
+    last = eval_records(whole)[-1]
+    assert last["eval_accuracy"] >= 0.9 and last["eval_margin"] > 1 and "eval_perplexity" not in last
+    halves = home / "reward-halves"
+    train(path, output_dir=halves, runner_config__stop_step=HALF, **flags, **first)
+    train(path, output_dir=halves, resume_training=True, **flags)
+    assert figures(halves) == figures(whole)
+    assert_same_bits(arrays_of(halves), arrays_of(whole))
+    # The run's own configuration evaluates the model, and scores answers with it.
+    own = load_config(str(whole / "config.yaml"))
+    assert own.decoder.num_labels == 1
+    answers = home / "answers.jsonl"
+    records = [json.loads(line) for line in (home / "pairs.jsonl").read_text().splitlines()[:8]]
+    completions = [(each["prompt"], each[name]) for each in records for name in ("chosen", "rejected")]
+    rows = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in completions]
+    answers.write_text("\n".join(rows))
+    words = ["--config", str(whole / "config.yaml"), "--run_mode", "predict", "--load_checkpoint", str(whole)]
+    capsys.readouterr()
+    assert dispatch([*words, "--predict_data", str(answers), "--output_dir", str(home / "scores")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    found = [json.loads(line) for line in (home / "scores" / "predictions.jsonl").read_text().splitlines()]
+    assert [each["completion"] for each in found] == [completion for _, completion in completions]
+    scores = np.array([each["score"] for each in found])
+    assert (scores[::2] > scores[1::2]).mean() >= 0.8
+    assert printed[0] == f"[1/16] {completions[0][1]!r}: {scores[0]:.6g}"
+
+
 def test_adapters_compare_with_the_base_model(path: Path, home: Path) -> None:
     base = train(path, output_dir=home / "base", runner_config__stop_step=2)
     adapters = '{"lora_rank": 2, "lora_alpha": 4, "target_modules": ".*wq|.*wv|.*w2", "lora_dropout": 0.1}'
@@ -176,6 +214,12 @@ REFUSED = {
     "context.mode 1": {"context__mode": 1},
     "does not know the weights before the training": {"run_mode": "eval"},
     "only simpo has a margin": {"loss__gamma": 0.1},
+    "so there is no strength": {"loss__type": "reward"},
+    "with adapters of a reward model": {
+        "loss__type": "reward", "loss__beta": "null", "model__model_config__pet_config": '{"lora_rank": 2}',
+    },
+    "a reward model writes no text": {"loss__type": "reward", "loss__beta": "null", "sample_prompt": "a"},
+    "is trained and evaluated with the loss of reward models": {"model__model_config__num_labels": 1},
     "only kto has labels to weigh": {"loss__desirable_weight": 2.0},
     "needs records with prompt, completion and label": {
         "loss__type": "kto", "train_dataset__data_loader__type": "TextDataset",

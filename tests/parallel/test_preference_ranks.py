@@ -6,7 +6,7 @@ import numpy as np
 from rank_job import on_rank_processes
 from tolerances import RUN_NEAR_ZERO, RUN_NORMS
 
-CASES = [("dpo", ""), ("ipo", "level2"), ("simpo", ""), ("orpo", "level1"), ("kto", "level1")]
+CASES = [("dpo", ""), ("ipo", "level2"), ("simpo", ""), ("orpo", "level1"), ("kto", "level1"), ("reward", "level1")]
 
 
 def test_ranks_divide_by_the_pairs_of_all() -> None:

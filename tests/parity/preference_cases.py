@@ -18,6 +18,7 @@ from tiny_trainer import TOKENS, VOCABULARY
 
 from trainer.data.batches.batch import IGNORE_INDEX, PairBatch
 
+REWARD_MARGIN = 0.8  # of the records with a label
 PAIRED = ("dpo", "ipo", "simpo", "orpo")
 TYPES = (*PAIRED, "kto")
 BETA = {"dpo": 0.3, "ipo": 0.4, "simpo": 2.0, "orpo": 0.5, "kto": 0.3}
@@ -27,6 +28,8 @@ WEIGHTS = {"desirable_weight": 1.3, "undesirable_weight": 0.6}
 
 def loss_of(kind: str) -> dict[str, Any]:
     """Returns the section `loss` of a configuration."""
+    if kind == "reward":
+        return {"type": kind}
     section: dict[str, Any] = {"type": kind, "beta": BETA[kind]}
     if kind == "simpo":
         section["gamma"] = GAMMA

@@ -10,8 +10,10 @@ from numpy_kernels import distance
 from preference_cases import (
     BETA,
     PAIRED,
+    REWARD_MARGIN,
     TYPES,
     answers_of,
+    log_sigmoid,
     loss_of,
     pair_batch,
     trl_kto,
@@ -23,6 +25,7 @@ from tolerances import RUN_LOSSES, RUN_NEAR_ZERO, RUN_NORMS, rounding_limit
 
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.preferences import CHOSEN, REJECTED, REWARDS, find_pairs
+from trainer.arrays.score import ScoreHead
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.schema.runner import LossConfig
 from trainer.data.batches.batch import (
@@ -93,6 +96,55 @@ def test_loss_and_gradients_of_the_head(kind: str) -> None:
         assert distance(gradient.asnumpy(), right) <= rounding_limit(2 * (case.terms + len(case.x_ND)))
 
 
+def reward_case() -> tuple[Case, PairBatch]:
+    """Returns the head of a reward model on a batch of pairs, as TRL 1.16 has it (trl/trainer/reward_trainer.py)."""
+    batch = pair_batch(3, ROWS)
+    batch = batch._replace(values=batch.values * np.float32(REWARD_MARGIN), reference=np.zeros((len(ROWS), 0)))
+    random = np.random.default_rng(8)
+    places = []  # of the last token of each answer, whatever carries loss
+    margins = []
+    for row, lengths in enumerate(ROWS):
+        ends = row * TOKENS + np.cumsum(lengths) - 1
+        places += ends.tolist()
+        margins += batch.values.reshape(-1)[ends].tolist()[::2]
+    assert {*np.round(margins, 3)} == {0.0, REWARD_MARGIN}
+
+    def formula(x: np.ndarray, norm: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        scores = (numpy_kernels.rms_norm(x, norm, 1e-3) @ weight.T)[places, 0]
+        return np.asarray(-log_sigmoid(scores[::2] - scores[1::2] - np.array(margins)).sum())
+
+    weights = {"norm": 1 + normal(random, HIDDEN, scale=0.3), "weight": normal(random, 1, HIDDEN)}
+    return Case(normal(random, len(ROWS) * TOKENS, HIDDEN), np.ones(()), weights, formula, 3 * HIDDEN + 8), batch
+
+
+def test_loss_and_gradients_of_a_reward_model() -> None:
+    case, batch = reward_case()
+    labels_N = batch.labels.reshape(-1)
+    valid_N1 = (labels_N != IGNORE_INDEX).astype(np.float32)[:, None]
+    head = ScoreHead(HIDDEN, 1e-3, Scratch())
+    pairs = find_pairs(batch, LossConfig(**loss_of("reward")))
+    call = SublayerCall(case.weights, save=True, trained=("norm", "weight"))
+    case.check_result(head.forward(call, case.x_ND, labels_N, valid_N1, pairs).asnumpy())
+    grad, found = head.backward(call, case.x_ND, labels_N, valid_N1, pairs, np.float32(1))
+    case.check_gradients({"x": grad} | found)
+    last_A = pairs.last_tokens(valid_N1)
+    scores = head.scores(SublayerCall(case.weights, save=False), case.x_ND, last_A)
+    margins = scores[::2] - scores[1::2]
+    right = [scores[::2].sum(), scores[1::2].sum(), margins.sum(), (margins > 0).sum()]
+    np.testing.assert_allclose([pairs.sums[name][0] for name in REWARDS], right, rtol=RUN_NEAR_ZERO)
+    assert 0 < pairs.sums["rewards/accuracies"][0] < pairs.count == 4
+    evaluated = find_pairs(batch, LossConfig(**loss_of("reward")))
+    alone = head.forward(SublayerCall(case.weights, save=False), case.x_ND, labels_N, valid_N1, evaluated).asnumpy()
+    case.check_result(alone)
+    # A batch of padding has no pairs, and no gradient.
+    empty = compared(padding_batch(len(ROWS), TOKENS))
+    nothing = find_pairs(empty, LossConfig(**loss_of("reward")))
+    call = SublayerCall(case.weights, save=True, trained=("norm", "weight"))
+    assert head.forward(call, case.x_ND, labels_N, np.zeros_like(valid_N1), nothing).asnumpy() == 0
+    grad, found = head.backward(call, case.x_ND, labels_N, valid_N1, nothing, np.float32(1))
+    assert not any(array.asnumpy().any() for array in (grad, *found.values()))
+
+
 @pytest.mark.parametrize("kind", PAIRED)
 def test_rewards(kind: str) -> None:
     batch = pair_batch(5, ROWS)
@@ -159,7 +211,7 @@ def numbers_of(results: list[StepResult]) -> list[list[float]]:
     return [[one.loss, one.global_norm, *one.losses.values()] for one in results]
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", [*TYPES, "reward"])
 def test_micro_batches_equal_one_batch(kind: str) -> None:
     """Micro-batches have unequal numbers of pairs and of tokens: means of means would differ."""
     rows = [pair_batch(number, [lengths]) for number, lengths in enumerate(((2, 3, 4, 3), (6, 4), (3, 2)))]

@@ -11,6 +11,10 @@ With the score s of each answer, the sum of the log-probabilities of its tokens,
     kto     sum, minus reference     w (1 - sigmoid(beta (s - z))) of a desirable answer,      Ethayarajh 2024, eq. 8
                                      w (1 - sigmoid(beta (z - s))) of an undesirable one
 
+A reward model has a head for the score instead (`trainer.arrays.score`), with the margin m of a pair, if it has one:
+
+    reward  output of the head       -log sigmoid(s_c - s_r - m)                               Touvron 2023, eq. 2
+
 kto has answers with labels instead of pairs. Its z estimates the divergence from the reference: the mean of s over the
 same prompts with answers that do not belong to them, at least 0. It is a constant for the gradients. Its records are
 pairs here, too, of an answer and one to another prompt. TRL computes z of a micro-batch over all ranks; here it is that
@@ -151,10 +155,11 @@ class Pairs:
     Attributes:
         documents_N: The document of each token: 2 k is the chosen answer of pair k, 2 k + 1 the rejected one.
         reference_A: Log-probability of each document before the training; zeros where the loss needs none.
-        values_A: The label of each document.
+        values_A: The label of each document; of a reward model the margin of each pair, at its chosen answer.
         divergence: kto's z, if it is that of more than these records; None: it is computed from them.
         log_probs_A: The sum over the tokens of each document, after the forward pass.
         labelled: What kto compares, after the forward pass.
+        answers: Whether each document is an answer of a pair, after `last_tokens`.
         sums: Sums over the pairs or records and what to divide them by, by the names of `REWARDS`, after the forward
             pass.
     """
@@ -167,6 +172,7 @@ class Pairs:
     divergence: float | None = None
     log_probs_A: np.ndarray = field(default_factory=lambda: np.zeros(0))
     labelled: LabelledScores | None = None
+    answers: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def weigh(self, losses_N: np.ndarray, valid_N1: np.ndarray) -> tuple[np.float32, np.ndarray]:
@@ -192,6 +198,35 @@ class Pairs:
             losses_P = self._compare(scores_A, lengths_A, is_pair_P, slopes_A)
         weights_N = -(slopes_A / lengths_A)[self.documents_N] * valid_N
         return np.float32(losses_P.sum()), weights_N.astype(np.float32)[:, None]
+
+    def last_tokens(self, valid_N1: np.ndarray) -> np.ndarray:
+        """Returns the places of the last tokens of the answers of all pairs, chosen and rejected ones in turn.
+
+        Args:
+            valid_N1: 1 for a loss token, else 0; an answer has some.
+        """
+        size = len(self.reference_A)
+        has_loss_A = np.bincount(self.documents_N, valid_N1[:, 0], size) > 0
+        ends = np.flatnonzero(np.append(np.diff(self.documents_N) != 0, True))
+        last_A = np.zeros(size, np.int64)
+        last_A[self.documents_N[ends]] = ends
+        self.answers = np.repeat(has_loss_A[::2], 2)
+        return last_A[self.answers]
+
+    def compare_scores(self, scores: np.ndarray) -> tuple[np.float32, np.ndarray]:
+        """Computes the sum of the losses of a reward model, and its derivatives by the scores, float32 [A].
+
+        Args:
+            scores: Those of the answers of `last_tokens`.
+        """
+        margins_P = scores[::2] - scores[1::2]
+        logits_P = margins_P - self.values_A[self.answers][::2]
+        values = scores[::2], scores[1::2], margins_P, margins_P > 0
+        self.sums = {name: (float(value.sum()), len(value)) for name, value in zip(REWARDS, values, strict=True)}
+        slopes = np.zeros(len(scores), np.float32)
+        slopes[::2] = -_sigmoid(-logits_P)
+        slopes[1::2] = -slopes[::2]
+        return np.float32(np.logaddexp(0, -logits_P).sum()), slopes
 
     def _judge(self, scores_A: np.ndarray, is_record_P: np.ndarray, slopes_A: np.ndarray) -> np.ndarray:
         """Returns the losses of labelled answers, and writes their derivatives by the scores."""

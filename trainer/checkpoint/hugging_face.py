@@ -59,8 +59,10 @@ def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig |
     if config.classifier is not None:
         return {}
     settings = settings or config.decoder
-    tokenizer = _tokenizer_of(config)
+    tokenizer = tokenizer_of(config)
     ids = _special_ids(config, tokenizer)
+    if settings.num_labels:
+        ids["pad_token_id"] = score_padding(config, tokenizer)
     kind = saved_class(settings, config.model.arch.type)
     files: Files = {}
     if kind:
@@ -111,7 +113,7 @@ def _with_key(content: bytes, key: str, value: str) -> bytes:
     return content
 
 
-def _tokenizer_of(config: Config) -> Tokenizer | None:
+def tokenizer_of(config: Config) -> Tokenizer | None:
     """Loads the tokenizer of the training data; None if the data are tokens and no tokenizer is named."""
     train = config.train_dataset
     unknown = not train.data_loader.reads_text and train.tokenizer.type == "bytes"
@@ -126,6 +128,27 @@ def _special_ids(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": _one_or_list(tokenizer.eos_ids, config.decoder)}
+
+
+def score_padding(config: Config, tokenizer: Tokenizer | None) -> int | None:
+    """Returns the padding token of a reward model, with which transformers finds the last token of an answer.
+
+    So it must not end an answer. It is the tokenizer's padding or unknown token; of bytes it is 0. None if the
+    tokenizer has neither.
+    """
+    if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
+        return 0
+    ends = set(tokenizer.eos_ids)
+    template = _template_of(config, tokenizer)
+    if template is not None and template.turn_end_id is not None:
+        ends.add(template.turn_end_id)
+    for name in ("pad_token", "unk_token"):
+        token = tokenizer.special_tokens.get(name)
+        if isinstance(token, str):
+            ids = tokenizer.encode(token)
+            if len(ids) == 1 and ids[0] not in ends and ids[0] < config.decoder.vocab_size:
+                return ids[0]
+    return None
 
 
 def _one_or_list(tokens: Iterable[int], settings: ModelConfig) -> int | list[int] | None:

@@ -28,7 +28,7 @@ from trainer.config.schema.model import ModelConfig
 from trainer.errors import UserError
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import ParameterSpec
-from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, LAYERS, layer_prefix
+from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, LAYERS, SCORE, layer_prefix
 from trainer.models.spec.shapes import parameter_shapes, parameter_specs
 from trainer.parallel.sharding import ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -163,7 +163,11 @@ def _fitting_model(
         modules = set()
     biases, about_biases = missing_biases(weights, settings)
     absent = biases | modules
-    for text in (about_source, *notes, about_biases if biases else "", about_modules if modules else ""):
+    about_score = ""
+    if settings.num_labels and config.trains and new_modules and SCORE not in weights:
+        absent = absent | {SCORE}
+        about_score = "the checkpoint has no score head: that of the reward model starts from the seed"
+    for text in (about_source, *notes, about_biases if biases else "", about_modules if modules else "", about_score):
         if text and note is not None:
             note(text)
     used = {name: array for name, array in weights.items() if name not in unused}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from trainer.config.families import FAMILIES, Family, shared_experts
-from trainer.config.read.model_folder import model_from_config_json
+from trainer.config.read.model_folder import CAUSAL, CLASSIFIER, model_from_config_json
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
@@ -39,6 +39,9 @@ _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "router_jitter_noise": lambda s: 0.0,
 }  # fmt: skip
 """Functions that give the values of keys in a config.json; other keys have the values of the settings."""
+_CLASSIFIED = frozenset(
+    "Llama Qwen2 Qwen3 SmolLM3 Olmo2 Olmo3 Gemma Gemma2 Mistral Glm Glm4 Phi3 SeedOss HunYuanDenseV1".split()
+)
 _ROUNDING = 1e-12
 _ROPE_KEYS = {
     "linear": ("factor",),
@@ -124,7 +127,20 @@ def config_json(settings: ModelConfig, architecture: str, dtype: str = "float32"
     if "window_rope_theta" in family.model:
         window = {"rope_type": "default", "rope_theta": settings.window_rope_theta}
         keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": window}
+    if settings.num_labels:
+        keys["architectures"] = [sequence_classifier(architecture)]
+        keys |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {**keys, "use_cache": True}
+
+
+def sequence_classifier(architecture: str) -> str:
+    """Returns the name of the class of a reward model whose language model has this class."""
+    return architecture.removesuffix(CAUSAL) + CLASSIFIER
+
+
+def has_sequence_classifier(architecture: str) -> bool:
+    """Returns whether transformers 5.24 has the class `sequence_classifier`, for a dense decoder."""
+    return architecture.removesuffix(CAUSAL) in _CLASSIFIED
 
 
 # ---- differences that a class cannot describe ------------------------------------------------------------------------

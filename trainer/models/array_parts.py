@@ -28,6 +28,7 @@ from trainer.arrays.onednn import operators
 from trainer.arrays.moe.dispatch import TokenSharingGroup
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
+from trainer.arrays.score import ScoreHead
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.recompute import SUBLAYERS
 from trainer.models.dropout import embedding_noise
@@ -39,7 +40,6 @@ from trainer.models.spec.model import AttentionSpec, MlpSpec, MoeSpec
 from trainer.models.spec.names import (
     EMBEDDING,
     FINAL_NORM,
-    HEAD,
     MAPPING_IN,
     MAPPING_OUT,
     MTP_NORM,
@@ -118,10 +118,14 @@ class ArrayParts:
         self.embedding = CpuEmbedding(tensor, self.vocabulary)
         self.mapping = CpuMapping(self.scratch)
         self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
-        self.head = FusedLinearCrossEntropy(
+        self.head: FusedLinearCrossEntropy | ScoreHead = FusedLinearCrossEntropy(
             self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, 1 / settings.logits_scaling,
             settings.final_logit_softcapping,
         )  # fmt: skip
+        narrow = ["weight", "mapping"]
+        if self.spec.has_score:
+            self.head = ScoreHead(self.spec.embedding, self.spec.eps, self.scratch)
+            narrow = ["mapping"]
         self.embedding_weights = self._part({EMBEDDING: EMBEDDING}, narrow=[], by_rows=[EMBEDDING])
         self.mapping_weights = self._part({MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN])
         self.layers = [self._layer_parts(number, again) for number, again in enumerate(recomputed)]
@@ -129,13 +133,8 @@ class ArrayParts:
         self.save = self._saving(recomputed)
         modules = self.spec.module_layers
         self.norms = [FINAL_NORM, *(layer_prefix(layer) + MTP_NORM for layer in modules)]
-        head = HEAD
-        if self.spec.tied:
-            head = EMBEDDING
         self.heads = [
-            self._part(
-                {"norm": norm, "weight": head, "mapping": MAPPING_OUT}, narrow=["weight", "mapping"], by_rows=["weight"]
-            )
+            self._part({"norm": norm, "weight": self.spec.head, "mapping": MAPPING_OUT}, narrow, by_rows=["weight"])
             for norm in self.norms
         ]
         self.merges = [
@@ -299,6 +298,11 @@ class ArrayParts:
     def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
         return Tensor.from_numpy(self._logits(SublayerCall(self.heads[0].arrays()), host_array(x_ND)))
+
+    def scores(self, x_ND: Tensor, last_A: np.ndarray) -> np.ndarray:
+        """Returns a reward model's scores of the answers that end with these tokens, float64 [A]."""
+        assert isinstance(self.head, ScoreHead), "a language model gives no scores"
+        return self.head.scores(SublayerCall(self.heads[0].arrays(), save=False), host_array(x_ND), last_A)
 
     def _logits(self, call: SublayerCall, x_ND: np.ndarray) -> np.ndarray:
         local_NV = self.head.logits(call, x_ND)

@@ -36,6 +36,8 @@ from trainer.models.spec.sublayers import moe_config
 from trainer.ops.measures import metric_functions
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from trainer.config.schema.model import ModelConfig
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
@@ -245,6 +247,11 @@ class Decoder(DecoderForward):
             if layer in self.balanced_layers and bias_E is not None:
                 rate = moe_config(self.settings).topk_bias_update_rate
                 metric_functions().update_expert_bias(bias_E, requested_E, rate)
+
+    def scores(self, inputs: ModelInputs, last_A: np.ndarray) -> np.ndarray:
+        """Returns a reward model's scores of the answers that end with these tokens of the batch, float64 [A]."""
+        assert isinstance(self.parts, ArrayParts), "the checks of a configuration refuse scores on other engines"
+        return self.parts.scores(self.hidden_states(inputs), last_A)
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Returns the logits of every token, [N, V]; for evaluation and tests, not for training."""

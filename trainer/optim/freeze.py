@@ -17,7 +17,7 @@ from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.errors import UserError
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.names import EMBEDDING, HEAD, is_buffer, layer_prefix
+from trainer.models.spec.names import EMBEDDING, HEAD, SCORE, is_buffer, layer_prefix
 from trainer.models.spec.shapes import all_shapes, balanced_layers, parameter_shapes
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def freeze_notes(config: Config) -> Iterator[str]:
         total = sum(math.prod(shape) for shape in shapes.values())
         num_frozen = sum(math.prod(shapes[name]) for name in frozen)
         yield f"freeze: {num_frozen:,} of {total:,} weights are frozen"
-        if config.decoder.tie_word_embeddings and EMBEDDING in frozen:
+        if model_spec(config.decoder).tied and EMBEDDING in frozen:
             yield "freeze: the output head is the embedding (tie_word_embeddings), so it is frozen with it"
     moe = config.decoder.experts
     if config.trains and moe is not None and moe.balance_via_topk_bias and moe.topk_bias_update_rate:
@@ -158,6 +158,8 @@ def _names(config: Config, item: _FreezeEntry, shapes: Mapping[str, Any]) -> lis
 def _nearest(pattern: str, shapes: Mapping[str, Any]) -> str:
     """Suggests a correction of a pattern that matches nothing."""
     if pattern == HEAD:
+        if SCORE in shapes:
+            return f"the head of a reward model is {SCORE}"
         return f"the model has no separate head (tie_word_embeddings): write {EMBEDDING}"
     stacked = _ONE_EXPERT.fullmatch(pattern)
     if stacked and (together := stacked[1] + (stacked[2] or ".*")) and any(fnmatchcase(n, together) for n in shapes):

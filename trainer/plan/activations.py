@@ -222,6 +222,8 @@ class ActivationMemory:
         """Returns the bytes of the head: its input, the normed rows and their gradient, and the logits of some rows."""
         spec = self.spec
         tokens = self.rows["tokens"]
+        if spec.has_score:  # the normed rows, and their gradient
+            return self.stream + max(_WIDE * spec.embedding * tokens * (1 + trains), self.stream)
         rows = logit_rows(tokens, spec.vocabulary)
         logits = _WIDE * rows * spec.vocabulary
         logits += self.rounded * spec.embedding * (rows + spec.vocabulary)  # what their product takes

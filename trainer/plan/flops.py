@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
-from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, MAPPING_OUT
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN, MAPPING_OUT
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.optim.freeze import frozen_names
 

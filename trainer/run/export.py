@@ -20,13 +20,15 @@ from trainer.checkpoint.hugging_face import (
     class_on_disk,
     folder_files,
     index_json,
+    score_padding,
     split_into_files,
+    tokenizer_of,
     write_weights,
 )
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import module_layers
 from trainer.config.families import FAMILIES
-from trainer.config.hugging_face import class_differences, saved_class
+from trainer.config.hugging_face import class_differences, has_sequence_classifier, saved_class, sequence_classifier
 from trainer.errors import UserError
 from trainer.models.spec.adapters import factors_text
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
@@ -164,12 +166,33 @@ def _load_weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], s
 def _check_class(config: Config) -> None:
     """Raises a UserError if no class of transformers computes the model of the weights."""
     kind = config.model.arch.type
-    if not saved_class(config.decoder, kind):
+    saved_as = saved_class(config.decoder, kind)
+    if config.decoder.num_labels and saved_as:
+        _check_score(config, saved_as)
+    if not saved_as:
         others = ", ".join(class_differences(config.decoder, kind))
         rule = f"no class of transformers computes this model; unlike a {kind} it has {others}"
         raise UserError(
             rule, where=config.source.where("model.arch.type"), key="model.arch.type", value=kind,
             fix="write the weights alone: --output model.safetensors",
+        )  # fmt: skip
+
+
+def _check_score(config: Config, saved_as: str) -> None:
+    """Raises a UserError if transformers has no class for a reward model, or would not find the last token."""
+    key = "model.arch.type"
+    if not has_sequence_classifier(saved_as):
+        raise UserError(
+            f"transformers has no class for a reward model of this family ({sequence_classifier(saved_as)})",
+            where=config.source.where(key), key=key, value=config.model.arch.type,
+            fix="write the weights alone: --output model.safetensors",
+        )  # fmt: skip
+    if score_padding(config, tokenizer_of(config)) is None:
+        key = "train_dataset.tokenizer.path"
+        raise UserError(
+            "the tokenizer has no padding token, with which transformers finds the last token of an answer",
+            where=config.source.where(key), key=key, value=config.train_dataset.tokenizer.path,
+            fix="add pad_token to its tokenizer_config.json: a token that ends no answer",
         )  # fmt: skip
 
 

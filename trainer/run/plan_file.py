@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.checks.parallel import fit_problems, parallel_degrees, resolve_for_job, zero_level
+from trainer.config.checks.preferences import preference_problems
 from trainer.config.checks.problem import ConfigError, problem, raise_problems, rename_keys, value_of
 from trainer.config.checks.rules import rule_problems, run_problems
 from trainer.config.device_defaults import apply_device_defaults
@@ -22,6 +23,7 @@ from trainer.config.note import Note
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.device.resolve import planned_device, plans_elsewhere
 from trainer.errors import UserError
+from trainer.ops.select import on_arrays
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.device.memory import fixed_bytes
 from trainer.plan.memory import memory_estimate
@@ -166,6 +168,7 @@ def plan_file(
         if not elsewhere:
             return prepare_run(config, world).plan
         device = planned_device(config)
+        raise_problems(list(preference_problems(config, world, on_arrays(config, device, world))))
         memory_bytes = _memory(config, world)
         plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress(), opens_data and not missing)
         if opens_data:

@@ -1,4 +1,4 @@
-"""Run mode predict: continues prompts with a model."""
+"""Run mode predict: continues prompts with a model, or scores answers with a reward model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from trainer.checkpoint.adapters import load_initial_weights
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.data import ChatTemplate, load_chat_template, load_tokenizer
-from trainer.data.source.records import Record
-from trainer.data.source.samples import prompt_messages
+from trainer.data.source.files import RECORDS, DataSource, describe_file
+from trainer.data.source.records import Record, raise_error, read_records
+from trainer.data.source.samples import Sample, prompt_messages, to_sample
+from trainer.data.tokens.chat_template import ALL
+from trainer.data.tokens.encode import encode_samples
 from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_SIGTERM, UserError
 from trainer.launch import heartbeat
@@ -41,6 +46,9 @@ if TYPE_CHECKING:
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
     from trainer.run.generation import ModelReplica
+
+
+_GROUP_BYTES = 1 << 20  # of text that is encoded at once
 
 
 class _Stopped(Exception):
@@ -137,7 +145,7 @@ def _parse_json_prompt(config: Config, line: str, where: str) -> Prompt:
 
 
 def predict(config: Config, world: World, device: str) -> int:
-    """Continues every prompt, prints the text, writes `output_dir`/predictions.jsonl, and returns the exit code.
+    """Continues or scores every prompt, writes `output_dir`/predictions.jsonl, and returns the exit code.
 
     One rank prints text token by token. Several replicas of the model share the batches of prompts, and rank 0 prints
     and writes them when all are done. A stop signal ends the prediction after the next token; an earlier
@@ -149,7 +157,10 @@ def predict(config: Config, world: World, device: str) -> int:
     """
     with StopSignals() as stop:
         try:
-            _predict(config, functools.partial(_should_stop, stop), world, device)
+            run = _predict
+            if config.decoder.num_labels:
+                run = _score
+            run(config, functools.partial(_should_stop, stop), world, device)
         except _Stopped:
             signal_name = "a signal to another rank"
             if stop.received:
@@ -269,6 +280,73 @@ def _predict(config: Config, should_stop: Callable[[], bool], world: World, devi
         for batch in predictor.batches():
             for record in continue_batch(batch, print_text):
                 write_record(record)
+
+
+def _score(config: Config, should_stop: Callable[[], bool], world: World, device: str) -> None:
+    """Prints and writes the score of each document of `predict_data`."""
+    samples = list(_read_documents(config))
+    tokenizer = load_tokenizer(config)
+    template = load_chat_template(config, "train_dataset", tokenizer)
+    pairs = [(sample, 0) for sample, _ in samples]
+    documents: list[np.ndarray] = []
+    for group in encode_samples(pairs, tokenizer, template, ALL, _GROUP_BYTES, raise_error):
+        documents += np.split(group.tokens, group.ends[:-1])
+    limit = max(config.decoder.seq_length, config.decoder.max_positions)
+    for (sample, _), tokens in zip(samples, documents, strict=True):
+        if len(tokens) > limit:
+            rule = f"it has {len(tokens)} tokens, and the model takes {limit}"
+            fix = "shorten it, or raise model.model_config.seq_length"
+            raise UserError(rule, where=sample.where, key="predict_data", fix=fix)
+    weights = load_initial_weights(
+        config, lambda note: print(f"note: {note}", file=sys.stderr), parts=local_shard_specs(config, world)
+    )
+    folder = Path(config.output_dir).expanduser()
+    make_folder(folder, config.source.where("output_dir"))
+    from trainer.run.session import open_session
+    from trainer.step.score import score_documents
+
+    session = open_session(config, weights, world, device)
+    batch_size = config.predict_batch_size or config.decoder.batch_size
+    shown = iter(enumerate(samples, start=1))
+    with write_records(folder / "predictions.jsonl") as write_record:
+        for scores in score_documents(session.model, session.build_inputs, documents, batch_size):
+            for score, (number, (sample, fields)) in zip(scores.tolist(), shown, strict=False):
+                text = sample.text
+                if sample.messages is not None:
+                    text = str(sample.messages[-1]["content"] or "")
+                print_text(f"[{number}/{len(samples)}] {_shorten(text)!r}: {score:.6g}\n")
+                write_record({**fields, "score": score})
+            if should_stop():
+                raise _Stopped
+
+
+def _read_documents(config: Config) -> Iterator[tuple[Sample, dict[str, Any]]]:
+    """Yields the documents to score, each with the fields that identify it.
+
+    A line of a .jsonl file is a record in any form of the training data without `loss`; others are as in
+    `read_prompts`.
+    """
+    where = config.source.where("predict_data")
+    names = config.predict_data
+    if isinstance(names, str):
+        names = [names]
+    if names is not None and len(names) == 1 and names[0].endswith(".jsonl") and _is_file(names[0]):
+        path = Path(names[0])
+        source = DataSource(RECORDS, names[0], "predict_data", where, (describe_file(path, "predict_data", where),))
+        for record in read_records(source, source.files[0], raise_error):
+            sample = to_sample(record, {})
+            if sample is None:
+                raise UserError("the text is empty", where=record.where, key="text", fix="write a text")
+            yield sample, dict(record.fields)
+        return
+    for prompt in read_prompts(config):
+        if not prompt.text:
+            raise UserError("the text is empty", where=prompt.where, key="predict_data", fix="write a text")
+        messages = prompt.messages
+        text = prompt.text
+        if messages is not None:
+            text = ""
+        yield Sample(messages, prompt.tools, "", text, prompt.where), prompt.record
 
 
 def _predict_together(

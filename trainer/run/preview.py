@@ -138,7 +138,7 @@ def _name_answers(
         return segments
     named = []
     for number, segment in enumerate(segments):
-        if loss.answers == "pairs":
+        if loss.answers != "labels":
             answer = ("chosen", "rejected")[number % 2]
         elif number % 2:
             answer = "answer to another prompt"

@@ -13,12 +13,13 @@ from trainer.models.spec.build import model_spec
 from trainer.parallel.world import World
 
 _KEY = "loss.type"
+_LABELS = "model.model_config.num_labels"
 _KEYS_OF_ONE = (
     ("gamma", "simpo", "a margin"),
     ("desirable_weight", "kto", "labels to weigh"),
     ("undesirable_weight", "kto", "labels to weigh"),
 )
-_FIELDS = {"pairs": "chosen and rejected", "labels": "prompt, completion and label"}
+_FIELDS = {"pairs": "chosen and rejected", "margins": "chosen and rejected", "labels": "prompt, completion and label"}
 _CELLS = "anything but native layers on a CPU (an Ascend, context.mode 1, semi-automatic mode)"
 _RECORDS = ("JsonlDataset", "HFDataLoader", "CommonDataLoader")
 
@@ -30,6 +31,8 @@ def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterat
         on_arrays: Whether native CPU layers compute the model.
     """
     loss = config.loss
+    if config.classifier is None:
+        yield from _score_problems(config, world, on_arrays)
     if loss is None or not (config.trains or config.run_mode == "eval"):
         return
     lacking = list(_unsupported(config, world, on_arrays))
@@ -39,8 +42,12 @@ def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterat
     if config.run_mode == "eval" and loss.needs_reference:
         rule = "run_mode eval does not know the weights before the training, which this loss compares with"
         yield problem(config, _KEY, rule, "evaluate during the training: do_eval")
+    if loss.type == "reward" and loss.beta is not None:
+        rule = "a reward model has no reference, so there is no strength"
+        yield problem(config, "loss.beta", rule, "leave it out")
     for name, kind, meaning in _KEYS_OF_ONE:
-        if loss.type != kind and config.source.where(f"loss.{name}"):
+        is_default = getattr(loss, name) == LossConfig.model_fields[name].default  # as a dumped configuration has it
+        if loss.type != kind and not is_default:
             rule = f"only {kind} has {meaning}, and loss.type is {loss.type}"
             yield problem(config, f"loss.{name}", rule, "leave it out")
     for section in (TRAIN, EVAL):
@@ -71,11 +78,37 @@ def term_problems(config: Config, world: World, on_arrays: bool) -> Iterator[Con
         if lacking:
             rule = f"is not yet supported with {', '.join(lacking)}"
             yield problem(config, f"model.model_config.{name}", rule, "leave that out, or leave this key out")
+def _score_problems(config: Config, world: World, on_arrays: bool) -> Iterator[ConfigError]:
+    """Yields errors about a reward model where its loss is not the subject."""
+    is_reward = config.loss is not None and config.loss.type == "reward"
+    if config.decoder.num_labels is None:
+        if is_reward:
+            fix = "leave it out: loss.type reward sets it to 1"
+            yield problem(config, _LABELS, "a reward model has a head for one score", fix, because=_KEY)
+        return
+    if (config.trains or config.run_mode == "eval") and not is_reward:
+        rule = "a model with a score instead of logits is trained and evaluated with the loss of reward models"
+        yield problem(config, _LABELS, rule, "write loss: {type: reward}, or leave num_labels out")
+    if config.sample_prompt or config.run_mode == "chat":
+        key = "sample_prompt"
+        if config.run_mode == "chat":
+            key = "run_mode"
+        fix = "leave it out, or use run_mode predict, which gives scores"
+        yield problem(config, key, "a reward model writes no text", fix, because=_LABELS)
+    if config.run_mode == "predict":
+        lacking = list(_unsupported(config, world, on_arrays))
+        if world.size > 1:
+            lacking.append("several ranks")
+        if lacking:
+            rule = f"a prediction of scores is not yet supported with {', '.join(lacking)}"
+            yield problem(config, _LABELS, rule, "leave that out")
 
 
 def _unsupported(config: Config, world: World, on_arrays: bool) -> Iterator[str]:
     """Yields what the configuration has that this loss does not support."""
     degrees = parallel_degrees(config, world)
+    if config.decoder.num_labels and config.has_adapters:
+        yield "adapters of a reward model, whose new head they would leave frozen"
     if config.classifier is not None:
         yield "a classifier"
     elif not on_arrays:

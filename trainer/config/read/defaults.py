@@ -46,6 +46,8 @@ def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> 
     _from_sparse_layers(resolved)
     _from_optimizer(resolved)
     _from_records(resolved)
+    if resolved.section("loss").get("type") == "reward":
+        _set_default(resolved, f"{_MODEL}.num_labels", 1, "loss.type")
     if not is_complete:
         _from_sharded_experts(resolved)
 

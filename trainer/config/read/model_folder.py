@@ -28,6 +28,8 @@ KEY = "pretrained_model_dir"
 _ARCH = "model.arch.type"
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
+CAUSAL = "ForCausalLM"
+CLASSIFIER = "ForSequenceClassification"
 _SIZES = (
     *(f"{_MODEL}.{name}" for name in "num_layers hidden_size num_heads n_kv_heads head_dim intermediate_size vocab_size"
       " tie_word_embeddings q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()),
@@ -194,6 +196,7 @@ def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
     """
     entries = table.entries()
     values = plain(table)
+    problems = _score_head(entries, values)
     by_name = named_family(values)[0]
     if by_name:
         for key, meaning in FAMILIES[by_name].renamed_keys.items():
@@ -208,7 +211,6 @@ def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
     values = {"use_sliding_window": FAMILIES[family].defaults.get("use_sliding_window"), **values}
     not_windowed = values["use_sliding_window"] is False
     unread: list[str] = []
-    problems = []
     for key, entry in entries.items():
         action = classify_key(key, values[key], family, named)
         # Qwen's files describe a sliding window that is off, too.
@@ -242,6 +244,27 @@ def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
     return facts
 
 
+def _score_head(entries: dict[str, Entry], values: dict[str, Any]) -> list[ConfigError]:
+    """Replaces the class of a reward model by that of a language model, with num_labels; returns problems."""
+    classes = values.get("architectures")
+    labels = values.pop("num_labels", None)
+    about_labels = entries.pop("num_labels", None)
+    if not isinstance(classes, list) or len(classes) != 1 or not str(classes[0]).endswith(CLASSIFIER):
+        return []
+    place = entries["architectures"].place
+    values["architectures"] = [classes[0].removesuffix(CLASSIFIER) + CAUSAL]
+    entries["architectures"] = Entry(tree(values["architectures"]), place)
+    names = values.get("id2label")
+    if isinstance(names, dict):
+        labels = len(names)
+    if labels != 1:
+        rule = f"not yet supported: a classifier of sequences with {labels or 2} labels; a reward model has 1"
+        return [problem_at(place, "architectures", rule, NOT_BUILT, classes[0])]
+    values["num_labels"] = 1
+    entries["num_labels"] = Entry(Scalar(1), (about_labels or entries["architectures"]).place)
+    return []
+
+
 def classify_key(key: str, value: Any, family: str, named: str) -> Literal["read", "harmless", "unread", "unknown"]:
     """Decides what to do with a key of a config.json.
 
@@ -267,7 +290,7 @@ def classify_key(key: str, value: Any, family: str, named: str) -> Literal["read
         if value:
             return "unread"
         return "harmless"
-    if is_known_effect(key) or key in _EVERY_CLASS or key in known.defaults or is_expert_count:
+    if is_known_effect(key) or key == "num_labels" or key in _EVERY_CLASS or key in known.defaults or is_expert_count:
         return "read"
     if not known.in_transformers and (key in yaml_names(ModelConfig) or key in yaml_names(MoEConfig)):
         return "read"

@@ -8,7 +8,7 @@ from trainer.config.schema.fields import BATCH, COUNT, LENGTH, REQUIRED, TOKEN_I
 
 _Field: TypeAlias = Literal[
     "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "text", "system",
-    "tools", "chosen", "rejected", "label"]
+    "tools", "chosen", "rejected", "label", "margin"]
 TRAIN = "train_dataset"
 EVAL = "eval_dataset"
 IMAGES = "MnistDataset"

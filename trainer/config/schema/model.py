@@ -241,6 +241,9 @@ class ModelConfig(Section):
         False, "RMSNorm on the output of the feed-forward layer (GLM-4).",
         beside=Beside("experts", False, "not yet supported with experts"))
     tie_word_embeddings: bool = setting(False, "One matrix for embedding and head.")
+    num_labels: Literal[1] | None = setting(
+        None, "1: a reward model, whose head gives a score instead of logits; loss.type reward sets it. Default null: a"
+        " language model.")
     untie_embeddings_and_output_weights: bool | None = setting(
         None, "The opposite of tie_word_embeddings, Megatron's name. Default null: tie_word_embeddings decides.")
     hidden_dropout: Probability = setting(

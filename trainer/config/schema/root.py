@@ -213,7 +213,7 @@ class Config(Section):
     runner_wrapper: RunnerWrapper = section(RunnerWrapper, "Loss scale, clipping and checks of gradients.")
     optimizer: OptimizerConfig = section(OptimizerConfig, "The update rule.")
     loss: LossConfig | None = setting(
-        None, "Train on pairs of a chosen and a rejected answer. Default null: on each token of the data.")
+        None, "Train on answers that are preferred or judged, or train a reward model. Default null: on each token.")
     lr_schedule: LrSchedule = section(CosineWithWarmUpLR, "Learning rate of each step.")
     parallel: ParallelSection = section(ParallelSection, "Parallel mode and its settings.")
     parallel_config: ParallelConfig = section(ParallelConfig, "Degrees of parallelism.")

@@ -13,8 +13,8 @@ def _validate_rampup(value: list[int]) -> list[int]:
     return value
 
 
-Answers: TypeAlias = Literal["pairs", "labels"]
-"""The answers of a record: a chosen and a rejected one, or one with a label."""
+Answers: TypeAlias = Literal["pairs", "labels", "margins"]
+"""The answers of a record: a chosen and a rejected one, or one with a label, or a pair that may have a margin."""
 
 RampUp = Annotated[list[Annotated[int, Field(ge=0, le=COUNT)]], AfterValidator(_validate_rampup)]
 
@@ -57,9 +57,9 @@ class LossScaleSection(Section):
 class LossConfig(Section):
     """The loss of answers that are preferred, or judged one by one (YAML ``loss``)."""
 
-    type: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = setting(
+    type: Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward"] = setting(
         "dpo", "dpo and ipo compare with the log-probabilities of the first weights; simpo and orpo need no reference."
-        " kto compares, too; its records have one answer each, with a label.")
+        " kto compares, too; its records have one answer each, with a label. reward trains a reward model.")
     beta: float | None = setting(
         None, "Strength of the preference, the factor of the rewards. Default null: 0.1; of simpo 2.0.", gt=0)
     gamma: float = setting(0.5, "simpo: the margin of the rewards that is asked for. Default 0.5.", ge=0)
@@ -76,6 +76,8 @@ class LossConfig(Section):
         """Returns which answers each record of the data has."""
         if self.type == "kto":
             return "labels"
+        if self.type == "reward":
+            return "margins"
         return "pairs"
 
     @property

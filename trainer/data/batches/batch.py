@@ -42,7 +42,8 @@ class PairBatch(NamedTuple):
     positions: np.ndarray
     segment_ids: np.ndarray
     values: np.ndarray
-    """float32 [B, T], at each token the label of its document, 1 for a desirable answer; 0 for pairs without labels."""
+    """float32 [B, T], at each token the label of its document, 1 for a desirable answer, or the margin of a pair, at
+    its chosen answer; else 0."""
     reference: np.ndarray
     """float64 [B, D], the sum of the log-probabilities of the loss tokens of each document before the training; 0 where
     a sequence has fewer. [B, 0] where they are not known."""

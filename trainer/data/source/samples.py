@@ -15,9 +15,9 @@ For a loss of preferences (`DataSource.answers`) a record has the answers ``chos
 - two lists of messages, or two messages, after ``prompt``, ``messages`` or ``conversations`` (lists of messages)
 - without any of these, or with a string beside lists, the prompt is what both answers begin with (TRL)
 
-Or it has ``prompt``, ``completion`` and a ``label``, true for a desirable answer (TRL); `DataSource.answers` tells.
-Beside its own answer, such a prompt has one that does not belong to it: that of the nearest earlier record with another
-prompt, at the beginning of the data of the first such record.
+A pair may have a ``margin`` for a reward model. Or a record has ``prompt``, ``completion`` and a ``label``, true for a
+desirable answer (TRL); `DataSource.answers` tells. Beside its own answer, such a prompt has one that does not belong to
+it: that of the nearest earlier record with another prompt, at the beginning of the data of the first such record.
 
 A conversation may have ``tools``, and ``system`` for a system message before the others.
 """
@@ -25,6 +25,7 @@ A conversation may have ``tools``, and ``system`` for a system message before th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from os.path import commonprefix
@@ -80,7 +81,7 @@ class Sample(NamedTuple):
     text: str  # carries loss
     where: str  # "file:line" or "file: record N"
     other: Sample | None = None  # with the rejected answer, or with one that does not belong to the prompt
-    value: float = 0.0  # 1 if a labelled answer is desirable, else 0
+    value: float = 0.0  # 1 if a labelled answer is desirable, else 0; the margin of a pair
     prompt_turns: int = 0  # of a labelled answer: the messages before it
 
 
@@ -193,7 +194,7 @@ def to_sample(record: Record, columns: Mapping[str, str], answers: str = "") -> 
         if answers == "labels":
             sample = _labelled(fields)
         elif answers:
-            sample = _pair(fields)
+            sample = _pair(fields, answers == "margins")
         else:
             sample = _make_sample(fields)
         for each in (sample, sample and sample.other):
@@ -338,8 +339,8 @@ def _completion(fields: _Fields) -> Sample:
     return Sample(None, None, prompt, completion, fields.where)
 
 
-def _pair(fields: _Fields) -> Sample:
-    """Returns the sample of the chosen answer, which has that of the rejected one."""
+def _pair(fields: _Fields, may_have_margin: bool) -> Sample:
+    """Returns the sample of the chosen answer, which has that of the rejected one, and their margin."""
     if not fields.has(*_ANSWERS):
         rule = f"the record has no chosen and rejected answer, which the loss compares; {fields.names}"
         raise UserError(rule, where=fields.where, fix=_PAIRS_FIX)
@@ -355,7 +356,12 @@ def _pair(fields: _Fields) -> Sample:
         chosen, rejected = _text_pair(fields)
     else:
         chosen, rejected = _message_pair(fields)
-    return chosen._replace(other=rejected)
+    margin = 0.0
+    if may_have_margin and fields.has("margin"):
+        margin = fields.get("margin")
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+            raise _wrong(fields.where, fields.key("margin"), margin, "a number", "write a number, or leave it out")
+    return chosen._replace(other=rejected, value=float(margin))
 
 
 def _labelled(fields: _Fields) -> Sample:

@@ -46,7 +46,8 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
         layers=tuple(layers),
         mtp_modules=settings.mtp_depth,
         norm_offset=settings.norm_offset,
-        tied=settings.tie_word_embeddings,
+        tied=settings.tie_word_embeddings and settings.num_labels is None,
+        has_score=settings.num_labels is not None,
         maps_embedding=settings.maps_embedding,
         attention_group=settings.layers_group,
     )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, layer_prefix
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, SCORE, layer_prefix
 from trainer.parallel.sharding import shard_range
 
 Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocabulary", "expert", "partial"]
@@ -309,6 +309,7 @@ class ModelSpec:
         eps: Epsilon of the norm before the head and of the norms of the MTP modules.
         norm_offset: As in `AttentionSpec`, of the norm before the head.
         tied: The head is the embedding.
+        has_score: The head gives a score instead of logits.
         maps_embedding: A matrix maps the embedding to the residual stream, another one the residual stream to the head.
         attention_group: How many consecutive layers share the attention parameters of the first of them.
     """
@@ -321,6 +322,7 @@ class ModelSpec:
     mtp_modules: int = 0
     norm_offset: float = 0.0
     tied: bool = False
+    has_score: bool = False
     maps_embedding: bool = False
     attention_group: int = 1
 
@@ -328,6 +330,15 @@ class ModelSpec:
     def num_layers(self) -> int:
         """Returns the number of layers without those of the MTP modules."""
         return len(self.layers) - self.mtp_modules
+
+    @property
+    def head(self) -> str:
+        """Returns the name of the head's matrix."""
+        if self.has_score:
+            return SCORE
+        if self.tied:
+            return EMBEDDING
+        return HEAD
 
     @property
     def module_layers(self) -> range:
@@ -385,7 +396,9 @@ class ModelSpec:
         if self.maps_embedding:
             specs.append(ParameterSpec(MAPPING_OUT, (self.embedding, self.hidden)))
         specs.append(ParameterSpec(FINAL_NORM, (self.embedding,), init="ones", role="norm"))
-        if not self.tied:
+        if self.has_score:
+            specs.append(ParameterSpec(SCORE, (1, self.embedding)))
+        elif not self.tied:
             specs.append(ParameterSpec(HEAD, (self.vocabulary, self.embedding), "vocabulary"))
         for layer in range(self.num_layers, len(self.layers)):
             specs += self.layer_parameters(layer).values()

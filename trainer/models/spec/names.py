@@ -14,6 +14,8 @@ from typing import Literal
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+SCORE = "score.weight"
+"""The head of a reward model."""
 MAPPING_IN = "model.embedding_hidden_mapping_in.weight"
 """From the embedding to the residual stream, where the two differ in width."""
 MAPPING_OUT = "model.embedding_hidden_mapping_out.weight"

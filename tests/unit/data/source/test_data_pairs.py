@@ -62,6 +62,36 @@ def test_texts() -> None:
     assert (sample.text, sample.other.text) == ("4", "5")
 
 
+@pytest.mark.parametrize(("margin", "value"), [(None, 0.0), (1.5, 1.5), (2, 2.0)])
+def test_a_margin_is_of_a_reward_model(margin: float | None, value: float) -> None:
+    fields = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin}
+    assert pair_of(**fields).value == 0
+    sample = to_sample(Record(fields, "data.jsonl:3", 0), {}, "margins")
+    assert sample is not None and sample.value == value
+    with pytest.raises(UserError, match="it must be a number"):
+        to_sample(Record(fields | {"margin": "much"}, "data.jsonl:3", 0), {}, "margins")
+
+
+def test_margins_reach_the_batches(tmp_path: Path) -> None:
+    margins = [number % 3 / 4 for number in range(9)]
+    fields = [{**each, "margin": margin} for each, margin in zip(records(9), margins, strict=True)]
+    data = jsonl(tmp_path / "pairs.jsonl", *fields)
+    loader = {"type": "JsonlDataset"}
+    config = make_config(tmp_path, data, loader=loader, model={"seq_length": 48}, loss={"type": "reward"})
+    dataset, _ = build_train_dataset(config)
+    batch = dataset.batch(range(dataset.num_sequences))
+    assert isinstance(batch, PairBatch)
+    found = []
+    for row in range(dataset.num_sequences):
+        for number in range(2 * count_pairs(dataset.batch([row]))):
+            [value] = set(batch.values[row][batch.segment_ids[row] == number].tolist())
+            if number % 2:
+                assert value == 0
+            else:
+                found.append(value)
+    assert sorted(found) == sorted(margins)
+
+
 BAD_RECORDS = [
     ({"prompt": "a", "completion": "b"}, "no chosen and rejected answer"),
     ({"prompt": "a", "chosen": "b"}, "no chosen and rejected answer"),

@@ -1,0 +1,69 @@
+"""The head of a reward model on arrays: a score of each answer, forward and backward.
+
+The score is the product of the last token's normed row with a vector, as in the sequence classifiers of transformers
+with one label. It is float32, and so is the vector, in a training in half precision, too.
+
+Legend: N tokens, D hidden, E width of the head, A answers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mindspore import Tensor
+
+from trainer.arrays.head import FusedLinearCrossEntropy
+from trainer.arrays.memory import empty
+
+if TYPE_CHECKING:
+    from trainer.arrays.preferences import Pairs
+    from trainer.arrays.tiles import SublayerCall
+
+
+class ScoreHead(FusedLinearCrossEntropy):
+    """Computes the loss of pairs from the scores of their answers.
+
+    The weights are "norm", "weight" [1, E], and "mapping" [E, D] where the head has another width than the residual
+    stream. Norm and mapping, and the backward pass, are those of the head with logits.
+    """
+
+    def scores(self, call: SublayerCall, x_ND: np.ndarray, last_A: np.ndarray) -> np.ndarray:
+        """Returns the scores of the answers that end with these tokens, float64 [A]."""
+        x_AD = np.ascontiguousarray(x_ND[last_A])
+        y_AE = self.normed(call, x_AD, np.empty((len(x_AD), self.width), np.float32))
+        return self._products(call, y_AE)
+
+    @staticmethod
+    def _products(call: SublayerCall, y_AE: np.ndarray) -> np.ndarray:
+        return y_AE.astype(np.float64) @ call.weights["weight"][0].astype(np.float64)
+
+    @np.errstate(all="ignore")
+    def forward(
+        self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
+        pairs: Pairs | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns the loss of the pairs; if `call.save`, also computes the gradients of x and of the trained weights.
+        """
+        if pairs is None:
+            raise ValueError("a score has no loss of tokens")
+        last_A = pairs.last_tokens(valid_N1)
+        x_AD = np.ascontiguousarray(x_nD[last_A])
+        y_AE = self.normed(call, x_AD, np.empty((len(x_AD), self.width), np.float32))
+        loss, slopes_A = pairs.compare_scores(self._products(call, y_AE))
+        if not call.save:
+            return Tensor(loss)
+        gradients = call.gradients
+        if gradients.needs("weight"):
+            gradients.tensors["weight"], weight_grad_1E = empty(1, self.width)
+            weight_grad_1E[0] = slopes_A @ y_AE
+        grad_NE = empty(len(x_nD), self.width)[1]
+        grad_NE[...] = 0
+        grad_NE[last_A] = slopes_A[:, None] * call.weights["weight"]
+        call.saved["input"] = self._input_gradient(call, x_nD, grad_NE)
+        call.saved["weights"] = gradients.compute()
+        return Tensor(loss)
+
+    def logits(self, call: SublayerCall, x_nD: np.ndarray) -> Any:
+        """Raises a ValueError: a reward model has no logits."""
+        raise ValueError("a reward model has no logits")
