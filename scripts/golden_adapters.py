@@ -1,11 +1,13 @@
 """The golden files of tests/parity/test_adapter_methods.py: PEFT's adapters on a golden model, and merged matrices.
 
 Part of make_golden.py; needs peft as well. A file has the folder that PEFT saves (`adapter.` and the config), the
-logits and gradients with the adapters (`gradient.`), and the merged matrices (`merged.`).
+logits and gradients with the adapters (`gradient.`), and the merged matrices (`merged.`). That of a quantized base
+needs bitsandbytes, and has what it holds of the base instead of merged matrices.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import tempfile
 from collections.abc import Callable
@@ -42,13 +44,62 @@ CASES = {
 }
 
 
+# bitsandbytes 0.50 reads blocks that go on in the next row wrongly on a CPU: rows are multiples of 64 numbers.
+QUANTIZED_SIZES = {"hidden_size": 64, "intermediate_size": 128}
+QUANTIZED = {"nf4": AdapterCase("QLoRA: matrices of layers in NF4 by bitsandbytes, the embedding in bfloat16", {})}
+
+
+def quantize_base(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Quantizes the matrices of layers as transformers does with `load_in_4bit`.
+
+    Returns what bitsandbytes holds of them, the other weights, and a larger matrix that it quantizes.
+    """
+    import bitsandbytes
+
+    # Its products for processors with bfloat16 instructions need wider matrices.
+    bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
+    sample = make_weight("sample", (5, 3328))  # more blocks than a block of scales has
+    stored = {"sample": sample} | _held("sample", *bitsandbytes.functional.quantize_4bit(
+        torch.from_numpy(sample), blocksize=64, compress_statistics=True, quant_type="nf4"))
+    for path, linear in list(model.model.layers.named_modules(prefix="model.layers")):
+        if not isinstance(linear, torch.nn.Linear):
+            continue
+        quantized = bitsandbytes.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+        quantized.weight = bitsandbytes.nn.Params4bit(
+            linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, quantized.to("cpu"))
+        stored |= _held(path, quantized.weight.data, quantized.weight.quant_state)
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        embedding.copy_(embedding.to(torch.bfloat16))
+        head = model.get_output_embeddings().weight
+        head.copy_(head.to(torch.bfloat16))
+    model.is_loaded_in_4bit = True  # PEFT asks for it
+    others = {key: weight for key, weight in model.named_parameters() if "_proj" not in key}
+    return stored | {f"other.{key}": weight.detach().numpy().copy() for key, weight in others.items()}
+
+
+def _held(name: str, codes: torch.Tensor, state: Any) -> dict[str, np.ndarray]:
+    """Returns the arrays of a matrix that bitsandbytes has quantized, and the values of its codes."""
+    return {
+        f"codes.{name}": codes.numpy().reshape(-1), f"scales.{name}": state.absmax.numpy(),
+        f"scales_of_scales.{name}": state.state2.absmax.numpy(), f"mean.{name}": state.offset.numpy().reshape(1),
+        "values": state.code.numpy(), "dynamic_values": state.state2.code.numpy(),
+    }  # fmt: skip
+
+
 def make_case(
     name: str, model: torch.nn.Module, batch: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Adapts the model with adapters from a seed; returns the tensors and metadata of a file."""
     import peft
 
-    case = CASES[name]
+    case = (CASES | QUANTIZED)[name]
+    quantized: dict[str, np.ndarray] = {}
+    if name in QUANTIZED:
+        quantized = quantize_base(model)
     plain = forward(model, batch).detach().numpy()
     settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]} | case.settings
     torch.manual_seed(1)  # for the A that PEFT draws
@@ -80,6 +131,10 @@ def make_case(
         config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
         config["target_modules"] = sorted(config["target_modules"])  # PEFT writes a set
         tensors |= {f"adapter.{key}": value for key, value in load_file(f"{folder}/adapter_model.safetensors").items()}
+    metadata = {"what": case.what, "model": f"model_{BASE}", "adapter_config": config, "settings": settings,
+                "effect_on_logits": float(f"{moved:.2g}"), "peft": peft.__version__}
+    if quantized:
+        return tensors | quantized, metadata | {"bitsandbytes": importlib.metadata.version("bitsandbytes")}
     before = {key: weight.detach().numpy().copy() for key, weight in adapted.named_parameters()}
     matrices = {key.split(".base_layer")[0] for key in before if ".base_layer." in key}
     merged = dict(adapted.merge_and_unload().named_parameters())
@@ -88,8 +143,6 @@ def make_case(
         tensors[f"merged.{matrix}"] = merged[matrix].detach().numpy()
     if converts:
         tensors |= {f"start.{_saved_name(key)}": start for key, start in starts.items()}
-    metadata = {"what": case.what, "model": f"model_{BASE}", "adapter_config": config, "settings": settings,
-                "effect_on_logits": float(f"{moved:.2g}"), "peft": peft.__version__}
     return tensors, metadata
 
 

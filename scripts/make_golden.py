@@ -2,7 +2,7 @@
 """Makes tests/golden: inputs and outputs of tiny Hugging Face models and PyTorch optimizers.
 
 The tests compare the trainer with these files and need neither torch nor transformers; this script does, in an
-environment of its own (peft for the files adapter_*):
+environment of its own (peft for the files adapter_*, with bitsandbytes for quantized_*):
 
     python -m venv torch-env && torch-env/bin/pip install torch transformers peft safetensors "numpy<2"
     torch-env/bin/python scripts/make_golden.py                # writes every file
@@ -34,8 +34,9 @@ import torch
 import transformers
 from golden_adapters import BASE as ADAPTED
 from golden_adapters import CASES as ADAPTER_CASES
+from golden_adapters import QUANTIZED as QUANTIZED_CASES
+from golden_adapters import QUANTIZED_SIZES, make_loraplus_case
 from golden_adapters import make_case as make_adapter_case
-from golden_adapters import make_loraplus_case
 from golden_families import FAMILY_CASES
 from golden_models import (
     BASE,
@@ -289,9 +290,11 @@ def make_file(name: str) -> bytes:
             tensors, metadata = make_loraplus_case(golden_files.golden_gradient)
         else:
             tensors, metadata = make_optimizer_case(case)
-    elif name.startswith("adapter_"):
-        case, base = name.removeprefix("adapter_"), CASES[ADAPTED]
-        tensors, metadata = make_adapter_case(case, build_model(base, ADAPTED, {}), make_batch(ADAPTED, base.packed))
+    elif name.startswith(("adapter_", "quantized_")):
+        case, base = name.partition("_")[2], CASES[ADAPTED]
+        changes = {} if case in ADAPTER_CASES else QUANTIZED_SIZES
+        model = build_model(base, ADAPTED, changes)
+        tensors, metadata = make_adapter_case(case, model, make_batch(ADAPTED, base.packed))
     elif name.startswith("other_"):
         tensors, metadata = make_telechat_case(name.removeprefix("other_"))
     elif name.startswith("mtp_"):
@@ -319,7 +322,7 @@ def differences(content: bytes, path: Path) -> list[str]:
 def main() -> int:
     names = [*map(file_name, CASES), *(f"other_{name}" for name in TELECHAT_CASES),
              *(f"optimizer_{name}" for name in OPTIMIZER_CASES), "optimizer_loraplus",
-             *(f"adapter_{name}" for name in ADAPTER_CASES)]
+             *(f"adapter_{name}" for name in ADAPTER_CASES), *(f"quantized_{name}" for name in QUANTIZED_CASES)]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="NAME", action="append",
                         help=f"make only this one (without the part before _): {', '.join(names)}")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import safe_open
 
+_STORED = ("codes.", "scales", "mean.", "values", "dynamic_values", "other.", "sample")
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 
 
@@ -85,6 +86,9 @@ class AdapterCase(NamedTuple):
     valid_tokens: int
     start: dict[str, np.ndarray]
     """A and B before the training, where PEFT took them from the base model's weights."""
+    stored: dict[str, np.ndarray]
+    """Of a quantized base what bitsandbytes holds: codes, scales, scales_of_scales and mean of each matrix, and of
+    `sample`; the values of the codes, and the `other` weights."""
 
 
 def golden_gradient(step: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -124,6 +128,7 @@ def load_adapter_case(name: str) -> AdapterCase:
         adapters=_group(tensors, "adapter."), gradients=_group(tensors, "gradient."),
         merged=_group(tensors, "merged."), logits=tensors["logits"], loss_sum=float(tensors["loss_sum"]),
         valid_tokens=int(tensors["valid_tokens"]), start=_group(tensors, "start."),
+        stored={key: tensor for key, tensor in tensors.items() if key.startswith(_STORED)},
     )
 
 

@@ -21,6 +21,7 @@ from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder, ModelInputs, RouterStatistics
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
+from trainer.storage.quantized import FrozenMatrix
 
 MODES = pytest.mark.parametrize("mode", [0, 1], ids=["native", "cells"])
 
@@ -71,6 +72,10 @@ def golden_decoder(case: ModelCase, settings: ModelConfig, mode: int) -> GoldenD
     weights = fitting_weights(case.weights, settings, Path(case.name))
     assert {name for name in model.parameters_by_name if ".lora_" not in name} == weights.keys()
     for name, value in weights.items():
-        model.parameters_by_name[name].set_data(Tensor(value))
+        parameter = model.parameters_by_name[name]
+        if isinstance(parameter, FrozenMatrix):
+            parameter.set(value)
+        else:
+            parameter.set_data(Tensor(value))
     model.compute_weights.refresh()
     return GoldenDecoder(case, model, InputBuilder(settings, kernels))

@@ -25,6 +25,7 @@ from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
 from trainer.parallel.communicator import Communicator
 from trainer.step.train_step import TrainStep
+from trainer.storage.quantized import FrozenMatrix
 
 TOKENS, VOCABULARY = 12, 19
 RARE_TOKEN = VOCABULARY - 1  # `make_batch` never draws it
@@ -67,11 +68,18 @@ class TinyTrainer:
         self.build_inputs = InputBuilder(settings, self.kernels)
         self.initial = self.weights()
 
-    def weights(self) -> dict[str, np.ndarray]:
-        return {name: parameter.asnumpy().copy() for name, parameter in self.model.parameters_by_name.items()}
+    def weights(self) -> dict[str, Any]:
+        """Returns copies of all weights; those in few bytes, which never change, are no copies."""
+        parameters = self.model.parameters_by_name.items()
+        return {name: each.numbers if isinstance(each, FrozenMatrix) else each.asnumpy().copy()
+                for name, each in parameters}  # fmt: skip
 
-    def set_weight(self, name: str, value: np.ndarray) -> None:
-        self.model.parameters_by_name[name].set_data(Tensor(np.ascontiguousarray(value, np.float32)))
+    def set_weight(self, name: str, value: Any) -> None:
+        parameter = self.model.parameters_by_name[name]
+        if isinstance(parameter, FrozenMatrix):
+            parameter.set(value)
+        else:
+            parameter.set_data(Tensor(np.ascontiguousarray(value, np.float32)))
 
     def step(
         self,

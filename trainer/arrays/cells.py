@@ -21,8 +21,9 @@ from mindspore import dtype as mstype
 from trainer.arrays.embedding import CpuEmbedding
 from trainer.arrays.memory import host_array, narrow_weight
 from trainer.arrays.onednn import BFLOAT16
-from trainer.arrays.stored import StoredMatrix, decompress
+from trainer.arrays.stored import stored_operand
 from trainer.arrays.tiles import SublayerCall
+from trainer.storage.quantized import FrozenMatrix
 
 if TYPE_CHECKING:
     from trainer.arrays.attention.positions import TokenPositions
@@ -90,16 +91,14 @@ class PartWeights:
             dtype = np.float32
             if name in self.narrow:
                 dtype = self.dtype
-            if isinstance(weight, (Parameter, Tensor)):
-                arrays[name] = host_array(weight)
-                if name in self.centered:
-                    arrays[name] = 1 + arrays[name]
-                if dtype != np.float32:
-                    arrays[name] = narrow_weight(arrays[name], dtype)
-            elif name in self.by_rows:
-                arrays[name] = StoredMatrix(weight.numbers, dtype)
-            else:
-                arrays[name] = decompress(weight.numbers, dtype)
+            if isinstance(weight, FrozenMatrix):
+                arrays[name] = stored_operand(weight.numbers, dtype, name in self.by_rows)
+                continue
+            arrays[name] = host_array(weight)
+            if name in self.centered:
+                arrays[name] = 1 + arrays[name]
+            if dtype != np.float32:
+                arrays[name] = narrow_weight(arrays[name], dtype)
         return arrays
 
     @property

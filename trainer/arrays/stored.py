@@ -19,10 +19,20 @@ _NUMBERS = 1 << 16  # that a thread decompresses at once: they stay in its cache
 _THREAD = threading.local()
 
 
-def decompress(numbers: QuantizedArray, dtype: type = np.float32) -> np.ndarray:
-    """Returns a matrix, or stacked matrices, in the dtype of products."""
+def stored_operand(numbers: QuantizedArray, dtype: type, by_rows: bool) -> np.ndarray | StoredMatrix:
+    """Returns what products in `dtype` take: the numbers themselves if they have it, otherwise a decompressed copy.
+
+    With `by_rows` there is no copy: who takes the matrix decompresses some rows at a time.
+    """
     if numbers.dtype == "bfloat16" and dtype == BFLOAT16:
         return numbers.codes.reshape(numbers.shape)
+    if by_rows:
+        return StoredMatrix(numbers, dtype)
+    return decompress(numbers, dtype)
+
+
+def decompress(numbers: QuantizedArray, dtype: type = np.float32) -> np.ndarray:
+    """Returns a matrix, or stacked matrices, in the dtype of products."""
     out = empty(*numbers.shape, dtype=dtype)[1]
     flat = out.reshape(-1)
     host_threads().run(
@@ -62,7 +72,7 @@ class StoredMatrix:
     def __init__(self, numbers: QuantizedArray, dtype: type) -> None:
         assert numbers.dtype == "bfloat16", "rows of others do not begin with a block"
         self.numbers = numbers
-        self.dtype = np.dtype(dtype)
+        self.dtype: np.dtype = np.dtype(dtype)
         self.shape = numbers.shape
 
     def __len__(self) -> int:

@@ -46,6 +46,7 @@ from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, ShardSpec, as_sharded_array, full_shard_spec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.plan import Plan, Resumption
+from trainer.storage.quantized import FrozenMatrix
 from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, float32_infos
 
 if TYPE_CHECKING:
@@ -214,8 +215,6 @@ def save_checkpoint(folder: Path, *values: Any, **named: Any) -> Path:
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
     """Sets every parameter of the model to its array of `weights`, this rank's shards, which have been checked."""
     from mindspore import Tensor
-
-    from trainer.models.frozen import FrozenMatrix
 
     for name, parameter in model.parameters_by_name.items():
         if isinstance(parameter, FrozenMatrix):

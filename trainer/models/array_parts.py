@@ -24,15 +24,14 @@ from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.loss_terms import find_terms
 from trainer.arrays.memory import host_array, host_threads, row_blocks
 from trainer.arrays.mlp import CpuMlp
-from trainer.arrays.onednn import operators
 from trainer.arrays.moe.dispatch import TokenSharingGroup
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
+from trainer.arrays.onednn import operators
 from trainer.arrays.score import ScoreHead
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.recompute import SUBLAYERS
 from trainer.models.dropout import embedding_noise
-from trainer.models.frozen import FrozenMatrix
 from trainer.models.inputs import ModelInputs, MtpInputs, PredictionCall
 from trainer.models.spec.adapters import merged_matrix, with_magnitudes
 from trainer.models.spec.build import model_spec
@@ -52,6 +51,7 @@ from trainer.models.spec.names import (
 from trainer.models.spec.sublayers import moe_config
 from trainer.ops.routing import RoutingRule
 from trainer.parallel.sharding import shard_range
+from trainer.storage.quantized import FrozenMatrix
 
 if TYPE_CHECKING:
     from mindspore import Parameter

@@ -19,7 +19,6 @@ from trainer.models.array_parts import ArrayParts
 from trainer.models.cell_parts import CellParts
 from trainer.models.compute_weights import ModelParams
 from trainer.models.dropout import DropoutShards
-from trainer.models.frozen import FrozenMatrix
 from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, PassObserver, RouterStatistics
 from trainer.models.recompute import Compiled
 from trainer.models.spec.build import model_spec
@@ -34,6 +33,7 @@ from trainer.models.spec.names import (
 from trainer.models.spec.shapes import balanced_layers, base_dtypes
 from trainer.models.spec.sublayers import moe_config
 from trainer.ops.measures import metric_functions
+from trainer.storage.quantized import FrozenMatrix
 
 if TYPE_CHECKING:
     import numpy as np

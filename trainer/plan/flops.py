@@ -82,11 +82,8 @@ def decoder_products(config: Config) -> tuple[list[list[Products]], list[Product
         list(_layer_products(spec, layer, length, frozen, trains and layer >= first))
         for layer in range(len(spec.layers))
     ]
-    head = HEAD
-    if spec.tied:
-        head = EMBEDDING
     ends = []
-    for name, passes in ((MAPPING_IN, 1), (MAPPING_OUT, 1), (head, 1 + spec.mtp_modules)):
+    for name, passes in ((MAPPING_IN, 1), (MAPPING_OUT, 1), (spec.head, 1 + spec.mtp_modules)):
         if name in parameters:
             reached = trains and (name != MAPPING_IN or EMBEDDING not in frozen)
             ends.append(Products(passes * math.prod(parameters[name].shape), reached, trains and name not in frozen))

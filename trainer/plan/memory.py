@@ -21,7 +21,7 @@ from trainer.config.checks.parallel import (
 )
 from trainer.device.doctor import available_memory_bytes, total_memory_bytes
 from trainer.errors import UserError
-from trainer.models.spec.names import EMBEDDING, HEAD, LAYERS, is_expert
+from trainer.models.spec.names import EMBEDDING, HEAD, LAYERS, SCORE, is_expert
 from trainer.models.spec.shapes import base_dtypes
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import on_arrays, precision_of
@@ -201,7 +201,7 @@ def _gradients_in_backward_pass(
     if shard_bytes.level not in ("", "level1"):
         return {}
     names = [name for name in trained if name.startswith(LAYERS) and not is_expert(name)]
-    if HEAD in params.shapes:
+    if HEAD in params.shapes or SCORE in params.shapes:
         names.append(EMBEDDING)
     return {name: shard_bytes.gradients({name: trained[name]}, 1) for name in names if name in trained}
 

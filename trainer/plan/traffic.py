@@ -170,7 +170,7 @@ def end_calls(
         head_sizes = sizes
         if sizes.on_host:
             head_sizes = stream
-        yield from _head_calls(spec, head_sizes, 1 + modules, 3 + config.decoder.has_loss_terms)
+        yield from _head_calls(spec, head_sizes, 1 + modules, job.head_numbers)
     yield from _stage_calls(sizes, spec.hidden, stage_chunks, job.first, where)
 
 

@@ -18,7 +18,7 @@ from trainer.config.checks.parallel import (
 from trainer.config.recompute import recomputed_parts
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import SHARD_GROUPS, SUM_GROUPS, ModelLayout, SumGroup
@@ -52,6 +52,7 @@ class JobInfo(NamedTuple):
     trained: frozenset[str]
     recomputed: Sequence[str]  # what of each layer the backward pass recomputes
     first: int  # of `ModelSpec.first_reached`
+    head_numbers: int  # of each token that tensor-parallel ranks exchange for the loss
 
     @classmethod
     def from_config(cls, config: Config, world: World) -> JobInfo:
@@ -59,7 +60,8 @@ class JobInfo(NamedTuple):
         spec = model_spec(config.decoder)
         layout = model_layout_for(config, world)
         trained = frozenset(trained_shapes(config))
-        return cls(spec, layout, trained, recomputed_parts(config), spec.first_reached(trained))
+        head_numbers = 3 + config.decoder.has_loss_terms
+        return cls(spec, layout, trained, recomputed_parts(config), spec.first_reached(trained), head_numbers)
 
 
 def weight_calls(config: Config, world: World, where: MeshCoordinate, job: JobInfo) -> Iterator[Call]:
@@ -213,10 +215,7 @@ def _gathered_weights(
         MAPPING_OUT: 2 * heads,
         FINAL_NORM: 2 * (1 + (modules > 0)),  # of the head, and of what enters the first module
     }
-    head = HEAD
-    if spec.tied:
-        head = EMBEDDING
-    uses[head] = uses.get(head, 0) + 2 * heads
+    uses[spec.head] = uses.get(spec.head, 0) + 2 * heads
     for name, size in shared.sizes.items():
         times = uses.get(name)
         if times is None:

@@ -33,7 +33,6 @@ from trainer.device.settings import Call, device_calls, jit_options
 from trainer.device.threads import set_up_cpu_threads
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
-from trainer.models.frozen import FrozenMatrix
 from trainer.models.inputs import InputBuilder
 from trainer.models.spec.names import is_buffer
 from trainer.ops.context import context_parallel_kernels
@@ -58,6 +57,7 @@ from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.division import model_layout_for
 from trainer.step.pipeline import Pipeline, build_pipeline
 from trainer.step.train_step import TrainStep
+from trainer.storage.quantized import FrozenMatrix
 
 if TYPE_CHECKING:
     from mindspore import Parameter

@@ -36,6 +36,7 @@ from trainer.optim.freeze import trained_shapes
 from trainer.optim.schedules import build_schedule
 from trainer.run.evaluate import evaluate_on_all_ranks
 from trainer.run.generation import Sampler
+from trainer.storage.quantized import FrozenMatrix
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -224,7 +225,6 @@ def _attach_references(
     Raises:
         UserError: The first weights are not those of the checkpoint's training.
     """
-    from trainer.models.frozen import FrozenMatrix
     from trainer.run.session import load_in_place
     from trainer.step.reference import attach_reference, digest_of_weights
 

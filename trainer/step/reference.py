@@ -22,13 +22,14 @@ from trainer.data.batches.loader import BatchLoader, stored_sequences
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
 from trainer.parallel.communicator import Communicator
+from trainer.storage.quantized import FrozenMatrix
 
 _FORMAT = "run_trainer reference 1"
 _DIGEST_BYTES = 32
 _HASHED_SEQUENCES = 256
 
 
-def digest_of_weights(weights: Mapping[str, np.ndarray]) -> str:
+def digest_of_weights(weights: Mapping[str, np.ndarray | FrozenMatrix]) -> str:
     """Computes the SHA-256 of names, shapes and values of the parameters of a model."""
     digest = hashlib.sha256()
     for name in sorted(weights):

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from mindspore import ParameterTuple, Tensor, ops
 
-from trainer.arrays.preferences import add_margin, divergence
 from trainer.arrays.loss_terms import TERMS, LossTerms
+from trainer.arrays.preferences import add_margin, divergence
 from trainer.data.batches.batch import Batch, count_pairs
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
-from trainer.models.frozen import FrozenMatrix
 from trainer.models.inputs import LossSums, ModelInputs, RouterStatistics, mtp_labels
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import moe_config
@@ -47,6 +46,7 @@ from trainer.step.accumulate import (
 )
 from trainer.step.clip import clip, norm_groups
 from trainer.step.guards import UpdateGuard
+from trainer.storage.quantized import FrozenMatrix
 from trainer.storage.tensor_file import ArrayOrLazyArray
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,8 @@ class QuantizedArray:
     """A matrix, or stacked matrices, in few bytes.
 
     Attributes:
-        codes: The numbers, flat: uint16 (bfloat16), int8, or uint8 with two numbers of NF4, the first in the upper half.
+        codes: The numbers, flat: uint16 (bfloat16), int8, or uint8 with two numbers of NF4, the first in the upper
+            half.
         scales: The c of the blocks: c / 127 in float32 of int8, uint8 of NF4; empty of bfloat16.
         scales_of_scales: Of NF4: float32, one for `SCALE_BLOCK` of `scales`.
         mean: Of NF4: the mean of the c.
@@ -76,8 +77,7 @@ class QuantizedArray:
         yield from (self.codes, self.scales, self.scales_of_scales)
 
     def read(self, first: int, out: np.ndarray) -> None:
-        """Writes the numbers from place `first` of the flattened matrix, a multiple of `BLOCK`, to a flat float32 array.
-        """
+        """Writes the numbers from place `first` of the flattened matrix, a multiple of `BLOCK`, to a flat array."""
         numbers = slice(first, first + out.size)
         if self.dtype == "bfloat16":
             np.left_shift(self.codes[numbers], 16, out=out.view(np.uint32), dtype=np.uint32)
@@ -124,6 +124,44 @@ def quantize(array: np.ndarray, dtype: BaseDtype) -> QuantizedArray:
     mean = largest.mean(dtype=np.float32)
     scales, scales_of_scales = quantize_dynamic(largest - mean)
     return QuantizedArray(dtype, array.shape, codes, scales, scales_of_scales, mean)
+
+
+class FrozenMatrix:
+    """A matrix of a frozen base model, in the place of a parameter of MindSpore; only native CPU layers read it.
+
+    Args:
+        draw: Returns the float32 numbers that the matrix has until `set`; called when they are first needed.
+    """
+
+    requires_grad = False
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: BaseDtype, draw: Callable[[], np.ndarray]) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self.draw = draw
+        self._numbers: QuantizedArray | None = None
+
+    @property
+    def size(self) -> int:
+        """Returns how many numbers the matrix has."""
+        return math.prod(self.shape)
+
+    @property
+    def numbers(self) -> QuantizedArray:
+        """Returns the matrix in few bytes."""
+        if self._numbers is None:
+            self._numbers = quantize(self.draw(), self.dtype)
+        return self._numbers
+
+    def set(self, numbers: QuantizedArray | np.ndarray) -> None:
+        """Takes other numbers, which are quantized if they are float32."""
+        if isinstance(numbers, np.ndarray):
+            numbers = quantize(numbers, self.dtype)
+        self._numbers = numbers
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numbers, dtype)
 
 
 def quantize_dynamic(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

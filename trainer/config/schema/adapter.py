@@ -54,8 +54,8 @@ class PetConfig(Section):
         " decomposition (Büyükakyüz 2024). These three take the adapter's product out of the frozen matrix.")
     base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = setting(
         "float32", "How the frozen matrices of the base model are held in memory. int8 and nf4 (QLoRA, Dettmers et al."
-        " 2023) quantize the matrices of layers in blocks of 64; embedding and head are then bfloat16. Norms, biases and"
-        " routers stay float32. On a CPU with context.mode 0, on one rank or with data parallelism.")
+        " 2023) quantize the matrices of layers in blocks of 64; embedding and head are then bfloat16. Norms, biases"
+        " and routers stay float32. On a CPU with context.mode 0, on one rank or with data parallelism.")
     lora_a_std: float | None = setting(
         None, "Standard deviation of the normal values that A starts with. Default null: uniform values in +-1 /"
         " sqrt(columns), as in PEFT.", gt=0)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema.adapter import ModuleNames
     from trainer.config.schema.model import ModelConfig
+    from trainer.storage.base_dtypes import BaseDtype
 
 _GRAPH_NAMES = {
     "self_attn.q_proj": "attention.wq",
@@ -106,6 +107,13 @@ def initial_method(settings: ModelConfig) -> str:
 def changes_base(settings: ModelConfig) -> bool:
     """Returns whether the adapters start with a part of the base model's weights, which is taken out of these."""
     return settings.pet_config is not None and settings.pet_config.changes_base
+
+
+def base_dtype(settings: ModelConfig) -> BaseDtype | None:
+    """Returns how the matrices of layers under adapters are held in few bytes; None where they are float32."""
+    if settings.pet_config is None or settings.pet_config.base_dtype == "float32":
+        return None
+    return settings.pet_config.base_dtype
 
 
 def saved_settings(settings: ModelConfig) -> ModelConfig:

@@ -6,10 +6,18 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from trainer.config.schema.classifier import ClassifierConfig
-from trainer.models.spec.adapters import adapter_spec, layer_targets, projections
+from trainer.models.spec.adapters import adapter_spec, base_dtype, layer_targets, projections
 from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.model import ParameterSpec
-from trainer.models.spec.names import EXPERT_BIAS, LAYERS, ROUTER, adapter_names, layer_prefix, magnitude_name, mask_name
+from trainer.models.spec.names import (
+    EXPERT_BIAS,
+    LAYERS,
+    ROUTER,
+    adapter_names,
+    layer_prefix,
+    magnitude_name,
+    mask_name,
+)
 from trainer.models.spec.sublayers import attention_parameters, mlp_parameters, moe_parameters
 
 if TYPE_CHECKING:
@@ -58,10 +66,10 @@ def base_dtypes(settings: ModelConfig | ClassifierConfig) -> dict[str, BaseDtype
     Matrices outside the layers, the embedding among them, have at least 16 bits, as with QLoRA and PEFT. Parameters
     that are missing here are float32.
     """
-    if isinstance(settings, ClassifierConfig) or settings.pet_config is None:
+    if isinstance(settings, ClassifierConfig):
         return {}
-    dtype = settings.pet_config.base_dtype
-    if dtype == "float32":
+    dtype = base_dtype(settings)
+    if dtype is None:
         return {}
     dtypes: dict[str, BaseDtype] = {}
     for name, spec in parameter_specs(settings).items():
