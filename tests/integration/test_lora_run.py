@@ -176,6 +176,42 @@ def test_dora_starts_from_the_base_model_resumes_and_is_merged(home: Path, path:
     assert with_adapters == predicted(dense(path, home / "plain"), "dora_dense", load_checkpoint=merged)
 
 
+def test_a_base_in_few_bytes_resumes_is_evaluated_predicts_and_is_merged(home: Path, path: Path) -> None:
+    key = "model__model_config__pet_config__"
+    limit = decoder_limits(config_of(path).decoder, rows=4).loss
+    changed = {f"{key}base_dtype": "nf4", "context__mode": 0}
+    flags = changed | {"runner_config__stop_step": HALF, "sample_prompt": "the cat"}
+    trained = train(path, output_dir=home / "nf4", **flags)
+    losses = column(step_records(trained), "loss")
+    assert losses[-1] < losses[0]
+    files = {file.name for file in newest_complete(trained / "checkpoints").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    halves = train(path, output_dir=home / "nf4_halves", **flags | {"runner_config__stop_step": HALF // 2})
+    train(path, output_dir=halves, resume_training=True, **flags)
+    assert figures(halves) == figures(trained)
+    assert_same_bits(arrays_of(halves), arrays_of(trained))
+    loss = loss_of(path, home / "nf4_eval", adapter_id=trained, **changed)
+    assert loss == eval_records(trained)[-1]["eval_loss"]
+    # The adapters fit the base model in any dtype, which costs what the dtype rounds.
+    wide = loss_of(path, home / "nf4_wide", adapter_id=trained, context__mode=0)
+    assert wide != loss and wide == pytest.approx(loss, rel=0.1)
+    texts = [f"--{name.replace('__', '.')}={value}" for name, value in changed.items()]
+    merged = home / "nf4.safetensors"
+    output = exported("--config", path, "--adapter", trained, "--merge", "--check", "--output", merged, *texts)
+    found = re.search(r"by at most (\S+), of (\S+) ", output)
+    assert float(found[1]) < limit * float(found[2])
+    plain = dense(path, home / "plain")
+    loss_merged = loss_of(plain, home / "nf4_merged", load_checkpoint=merged, context__mode=0)
+    assert loss_merged == pytest.approx(loss, rel=limit)
+
+    def predicted(file: Path, name: str, **more: object) -> str:
+        train(file, output_dir=home / name, run_mode="predict", predict_data="the cat", **more)
+        return json.loads((home / name / "predictions.jsonl").read_text())["text"]
+
+    with_adapters = predicted(path, "nf4_predict", adapter_id=trained, **changed)
+    assert with_adapters == predicted(plain, "nf4_dense", load_checkpoint=merged)
+
+
 @pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora"])
 def test_adapters_from_the_base_weights_resume_and_are_saved_for_the_original_ones(
     home: Path, path: Path, base: Path, method: str

@@ -79,7 +79,8 @@ def open_initial_weights(
 
 def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: int) -> dict[str, LazyArray]:
     """Returns the initial values of parameters by their names, drawn when they are read."""
-    return {each.name: LazyArray(each.shape, partial(initial_value, each, settings, seed)) for each in parameters}
+    return {each.name: LazyArray(each.shape, partial(initial_value, each, settings, seed), reads_from_start=True)
+            for each in parameters}  # fmt: skip
 
 
 def check_files(config: Config) -> None:

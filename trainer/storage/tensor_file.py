@@ -168,10 +168,14 @@ class LazyArray:
     Args:
         shape: The shape of the unsharded array.
         read: Returns the values of a shard, in the shard's shape.
+        reads_from_start: Reading a part costs as much as all numbers up to its end: those of a random stream.
     """
 
-    def __init__(self, shape: Sequence[int], read: Callable[[ShardSpec], np.ndarray]) -> None:
+    def __init__(
+        self, shape: Sequence[int], read: Callable[[ShardSpec], np.ndarray], *, reads_from_start: bool = False
+    ) -> None:
         self.shape = tuple(shape)
+        self.reads_from_start = reads_from_start
         self._read = read
 
     @property
@@ -230,7 +234,7 @@ def read_row_blocks(array: ArrayOrLazyArray) -> Iterator[np.ndarray]:
     if not isinstance(array, LazyArray):
         yield array
         return
-    if not array.shape:
+    if not array.shape or array.reads_from_start:
         yield array.read()
         return
     rows = max(1, _SPAN_BYTES // (4 * math.prod(array.shape[1:]) or 1))

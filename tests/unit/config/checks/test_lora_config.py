@@ -203,6 +203,8 @@ def test_defaults_are_those_of_the_documentation() -> None:
         ({"alpha_pattern": {"q_proj": 0}}, ["alpha_pattern.q_proj = 0", "greater than 0"]),
         ({"use_dora": True, "lora_dropout": 0.1}, ["lora_dropout = 0.1", "not supported with use_dora"]),
         ({"use_dora": True, "init_lora_weights": "pissa"}, ["use_dora = True", "cannot be combined", "remove one"]),
+        ({"base_dtype": "nf4", "init_lora_weights": "pissa"}, ["base_dtype = 'nf4'", "must be float32", "remove one"]),
+        ({"base_dtype": "int4"}, ["base_dtype = 'int4'", "nf4"]),
         ({"init_lora_weights": False}, ["init_lora_weights = False", "must be True, pissa, pissa_niter_N"]),
         ({"init_lora_weights": "pissa_niter_0"}, ["init_lora_weights = 'pissa_niter_0'", "N from 1 to 99"]),
         ({"init_lora_weights": "olora", "lora_b_std": 0.1}, ["lora_b_std = 0.1", "init_lora_weights olora"]),

@@ -435,7 +435,7 @@ def test_context_mode_1_and_ranks_that_compute_a_layer_together(degrees: str, na
     assert ("context.mode 1 is for debugging" in told(text, EIGHT)) != native
 
 
-METHODS = pytest.mark.parametrize("method", ["init_lora_weights=pissa", "use_dora=True"])
+METHODS = pytest.mark.parametrize("method", ["init_lora_weights=pissa", "use_dora=True", "base_dtype=nf4"])
 PET = "model.model_config.pet_config"
 
 
@@ -509,3 +509,13 @@ def test_terms_of_the_loss_and_noise_say_at_once_what_they_lack(
     [message] = messages
     assert f"model.model_config.{name}" in message and f"is not yet supported with {lacking[name]}" in message
     assert not list(term_problems(load(BASE, f"model.model_config.{name}={TERMS[name]}"), SINGLE_PROCESS, True))
+
+
+@pytest.mark.parametrize(("text", "device"), [("context: {mode: 1}\n", "CPU"), ("", "Ascend")], ids=["mode 1", "Ascend"])
+def test_a_base_in_few_bytes_needs_the_array_engine(text: str, device: str) -> None:
+    config = load(BASE + text, f"{PET}.base_dtype=int8")
+    with pytest.raises(UserError) as caught:
+        select_execution_mode(config, SINGLE_PROCESS).check_device(device)
+    message = str(caught.value)
+    assert f"{PET}.base_dtype" in message and "array engine of CPUs only" in message and "Fix: leave it out" in message
+    select_execution_mode(load(BASE, f"{PET}.base_dtype=int8"), SINGLE_PROCESS).check_device("CPU")
