@@ -71,6 +71,8 @@ _QWEN3 = {
 _LORA_QWEN3 = _LORA | _QWEN3
 LORA_QWEN3_PEAK_OF_PEFT = 6.4e9
 """Peak memory of PEFT on PyTorch for the same training."""
+BASE_DTYPE_PEAKS = {"bfloat16": 3.0e9, "int8": 2.3e9, "nf4": 2.0e9}
+"""Limits of the peak memory of that training with a base in few bytes and products in bfloat16, as QLoRA's."""
 VOCABULARY_PEAK_BEFORE = 2_268e6
 """Peak memory of the model with _VOCABULARY when its layers were compiled blocks, and all logits were there at once."""
 _ROWS = 1, 8  # sequences that are generated together
@@ -253,6 +255,22 @@ def lora_memory_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
     yield Line(name, peaks(rounds, "trainer") / (1 << 30), LORA_QWEN3_PEAK_OF_PEFT / (1 << 30), False, detail)
 
 
+def base_dtypes(run: Programs) -> Figures:
+    figures: Figures = {"float32": run.train(_LORA_QWEN3, steps=SETTLING_STEPS + 3)}
+    for dtype in BASE_DTYPE_PEAKS:
+        keys = _LORA_QWEN3 | _HALF | {"model.model_config.pet_config.base_dtype": dtype}
+        figures[dtype] = run.train(keys, steps=SETTLING_STEPS + 3)
+    return figures
+
+
+def base_dtypes_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    for dtype, limit in BASE_DTYPE_PEAKS.items():
+        yield Line(f"peak memory, LoRA of Qwen3-0.6B on {dtype}, GB", peaks(rounds, dtype) / 1e9, limit / 1e9, False,
+                   f"512 tokens, products in bfloat16; float32 {peaks(rounds, 'float32') / 1e9:.2f} GB")  # fmt: skip
+        ours, theirs = speeds(rounds, dtype), speeds(rounds, "float32")
+        yield ratio_line(f"tokens/s, LoRA of Qwen3-0.6B on {dtype} / float32", 0.8, ours, theirs, "tokens/s")
+
+
 def large(run: Programs) -> Figures:
     return {"trainer": run.train(_QWEN3, steps=SETTLING_STEPS + 3)}
 
@@ -348,6 +366,7 @@ GROUPS = {
     "dense": Group(dense, dense_lines, needs_torch=True), "bfloat16": Group(half, half_lines, needs_torch=True),
     "wide": Group(wide, wide_lines, needs_torch=True), "experts": Group(experts, experts_lines, needs_torch=True),
     "lora": Group(lora, lora_lines), "lora_memory": Group(lora_memory, lora_memory_lines),
+    "base_dtypes": Group(base_dtypes, base_dtypes_lines),
     "large": Group(large, large_lines), "latent": Group(latent, latent_lines), "dropout": Group(dropout, dropout_lines),
     "memory": Group(memory, memory_lines), "prediction": Group(prediction, prediction_lines, needs_torch=True),
     "start": Group(start, start_lines), "watching": Group(watching, watching_lines),

@@ -28,7 +28,7 @@ from trainer.arrays.onednn import operators
 from trainer.arrays.stored import StoredMatrix, rows_of
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm, shared_product, soft_cap
-from trainer.models.spec.saved import logit_rows
+from trainer.models.spec.saved import HEAD_ROWS, logit_rows
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _INPUT_GRADIENT_ROWS = 64  # that a thread takes at once
 _COLUMNS = 1024  # of the vocabulary, that a thread takes at once
-_DECOMPRESSED = 1 << 13  # rows of a matrix in few bytes that threads decompress at once
 _ROWS = 32  # of a softmax that a thread takes at once
 _SMALL_GRADIENTS = np.float32(1024)  # gradients of logits are below 1: in float16 times this, so that few become 0
 
@@ -365,7 +364,7 @@ class FusedLinearCrossEntropy:
         columns = slice(0, len(weight_VE))
         part_vE = weight_VE
         if isinstance(weight_VE, StoredMatrix):
-            for columns in row_blocks(slice(0, len(weight_VE)), _DECOMPRESSED):
+            for columns in row_blocks(slice(0, len(weight_VE)), HEAD_ROWS):
                 part_vE = weight_VE.decompress_rows(columns)
                 host_threads().run(row_blocks(slice(0, len(y_nE)), _INPUT_GRADIENT_ROWS), compute_input_rows)
         else:

@@ -18,7 +18,8 @@ from trainer.config.recompute import SUBLAYERS, recomputed_parts
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import layer_prefix
-from trainer.models.spec.saved import attention_saved, logit_rows, mlp_saved, moe_saved
+from trainer.models.spec.saved import HEAD_ROWS, attention_saved, logit_rows, mlp_saved, moe_saved
+from trainer.models.spec.shapes import base_dtypes
 from trainer.optim.freeze import trained_shapes
 from trainer.plan.division import micro_batch_tokens
 
@@ -61,6 +62,7 @@ class ActivationMemory:
         """Bytes of the rounded copy of a float32 number; 0 where products take float32."""
         if narrow < _WIDE:
             self.rounded = narrow
+        self.holds_few_bytes = bool(base_dtypes(config.decoder))
         self.spec: ModelSpec = model_spec(config.decoder).local(params.tensor)
         self.is_tensor_parallel = params.tensor > 1
         self.shares_rows = self.is_tensor_parallel and config.parallel_config.use_seq_parallel
@@ -226,7 +228,11 @@ class ActivationMemory:
             return self.stream + max(_WIDE * spec.embedding * tokens * (1 + trains), self.stream)
         rows = logit_rows(tokens, spec.vocabulary)
         logits = _WIDE * rows * spec.vocabulary
-        logits += self.rounded * spec.embedding * (rows + spec.vocabulary)  # what their product takes
+        logits += self.rounded * spec.embedding * rows  # what their product takes
+        if not self.holds_few_bytes:
+            logits += self.rounded * spec.embedding * spec.vocabulary
+        elif not self.rounded:
+            logits += _WIDE * spec.embedding * min(spec.vocabulary, HEAD_ROWS)
         normed = _WIDE * spec.embedding * tokens
         if trains:
             logits += self.rounded * spec.vocabulary * rows

@@ -93,9 +93,8 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, params
     parts = {"MindSpore and Python": _IMPORT_BYTES}
     parts["workspaces"] = _WORKSPACE_BYTES
     parts["weights"] = weights
-    if dtypes:
-        layers = {name: shape for name, shape in frozen.items() if name.startswith(LAYERS)}
-        parts["decompressed layer"] = _largest_unit(layers) * _product_bytes(config, world) // _FLOAT32_BYTES
+    if dtypes and _product_bytes(config, world) == _FLOAT32_BYTES:  # `activations` have rounded copies
+        parts["decompressed layer"] = _largest_unit({name: frozen[name] for name in frozen if name.startswith(LAYERS)})
     if trains and config.sample_prompt and device == "CPU":
         copies = 0
         if not dtypes:

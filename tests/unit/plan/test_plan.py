@@ -316,6 +316,30 @@ def test_memory_without_training_is_that_of_the_weights() -> None:
     assert parts.keys() == {"MindSpore and Python", "workspaces", "weights", "total"}
 
 
+def test_the_plan_counts_a_base_in_few_bytes() -> None:
+    """The numbers of QLoRA, section 3: 4 bits a number and 8.5 / 64 of double quantization, here 8.125 / 64."""
+    adapted = "model.model_config.pet_config={lora_rank: 2, base_dtype: %s}"
+
+    def parts(dtype: str, *pairs: str) -> dict[str, int]:
+        return memory_estimate(load(BASE, adapted % dtype, *pairs), True, "CPU")
+
+    wide = parts("float32")
+    shapes = all_shapes(load(BASE).network)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
+    layers = sum(size for name, size in sizes.items() if "layers" in name)
+    others = sum(sizes.values()) - layers
+    for dtype, bits in (("bfloat16", 16), ("int8", 8 + 32 / 64), ("nf4", 4 + 8.125 / 64)):
+        found = parts(dtype)
+        saved = layers * (32 - bits) / 8 + others * 2
+        assert wide["weights"] - found["weights"] == pytest.approx(saved, rel=0.01)
+        assert found["decompressed layer"] == pytest.approx(4 * layers / load(BASE).decoder.num_layers, rel=0.01)
+        assert found["total"] == sum(size for part, size in found.items() if part != "total")
+    assert "decompressed layer" not in parts("nf4", "model.model_config.compute_dtype=bfloat16")
+    sampled = parts("nf4", "sample_prompt=hello")["text samples"]
+    plain = memory_estimate(load(BASE, "sample_prompt=hello"), True, "CPU")["text samples"]
+    assert sampled == plain, "no merged copies"
+
+
 def test_sampling_text_takes_merged_copies_of_adapted_matrices_and_a_cache() -> None:
     adapted = 'model.model_config.pet_config={lora_rank: 2, target_modules: ".*o_proj"}'
 

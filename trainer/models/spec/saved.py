@@ -14,6 +14,8 @@ from trainer.models.spec.names import adapter_names
 RowKind: TypeAlias = Literal["stream", "tokens", "queries", "keys", "routed", "experts"]
 _LOGITS = 1 << 24  # logits that exist at once, unless the vocabulary is larger
 _FEWEST_ROWS = 64
+HEAD_ROWS = 1 << 13
+"""Rows of a head in few bytes that threads decompress at once."""
 
 
 class SavedArray(NamedTuple):
