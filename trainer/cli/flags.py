@@ -190,7 +190,8 @@ def split_arguments(
 
 _SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend", "steps": "3", "jobs": "2",
            "against": "origin/main", "junit": "junit.xml", "summary": "summary.md",
-           "grid": "optimizer.eps=1e-8,1e-6"}  # fmt: skip
+           "grid": "optimizer.eps=1e-8,1e-6", "max_device_memory": "58GB", "write": "best.yaml", "check": "3",
+           "measured": "steps.yaml"}  # fmt: skip
 """Examples of values of a command's own options that are no paths."""
 
 

@@ -1,11 +1,26 @@
-"""Loads modules and builds the schema without garbage collections."""
+"""Loads modules without garbage collections, and the file that a command names."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.cli.flags import Arguments
+    from trainer.config import Config
+    from trainer.config.checks.problem import ConfigError
+
+ConfigFile = Annotated[str | None, typer.Option("--config", help="The YAML file.", metavar="FILE", show_default=False)]
+Options = Annotated[
+    str | None,
+    typer.Option("--options", help="Any other keys: a.b=c d.e=f.", metavar="KEY=VALUE", show_default=False),
+]
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
@@ -18,3 +33,13 @@ def gc_disabled() -> Iterator[None]:
         if was_on:
             gc.freeze()  # the first collection would go through all that was loaded
             gc.enable()
+
+
+def load_file(arguments: Arguments, problems: list[ConfigError] | None = None) -> Config:
+    """Reads the configuration; its errors are appended to `problems`, or raised without that list."""
+    from trainer.config import load_config
+
+    if arguments.config is None:
+        raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
+    with gc_disabled():
+        return load_config(arguments.config, arguments.overrides, problems)

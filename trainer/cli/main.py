@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import dataclasses
 import errno
 import functools
 import json
@@ -21,20 +20,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, Flag, split_arguments
-from trainer.cli.loading import gc_disabled
+from trainer.cli.loading import ConfigFile, Options, gc_disabled, load_file
+from trainer.cli.planning import planning
 from trainer.cli.reports import reports
 from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending
 from trainer.cli.tools import tools
 from trainer.device.stop_signals import receive_signals_in_a_thread
-from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
+from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
 from trainer.input_files import user_path
 from trainer.launch import heartbeat
 
 if TYPE_CHECKING:
-    from trainer.config import Config
     from trainer.config.checks.problem import ConfigError
     from trainer.launch.arguments import LaunchOptions
-    from trainer.parallel.world import World
     from trainer.smoke.changes import Change
 
 # A paragraph is one line: the terminal's width breaks it.
@@ -264,21 +262,13 @@ def _option(template: Any, name: str, text: str, metavar: str, panel: str | None
     return option
 
 
-_ConfigFile = Annotated[str | None, typer.Option("--config", help="The YAML file.", metavar="FILE", show_default=False)]
-_Options = Annotated[
-    str | None,
-    typer.Option("--options", help="Any other keys: a.b=c d.e=f.", metavar="KEY=VALUE", show_default=False),
-]
-_Name = Annotated[
-    str | None, typer.Option(help="ascend: look for fused operators in the graph.", metavar="NAME", show_default=False)
-]
 _Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="The folder.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("train", help=_HELP)
-def _train(context: typer.Context, config: _ConfigFile = None, options: _Options = None) -> int:
-    loaded = _load(context.obj)
+def _train(context: typer.Context, config: ConfigFile = None, options: Options = None) -> int:
+    loaded = load_file(context.obj)
     receive_signals_in_a_thread()  # before numpy and MindSpore start threads
     from trainer.run.loop import run
 
@@ -286,7 +276,7 @@ def _train(context: typer.Context, config: _ConfigFile = None, options: _Options
 
 
 @app.command("chat")
-def _chat(context: typer.Context, checkpoint: _Checkpoint, config: _ConfigFile = None, options: _Options = None) -> int:
+def _chat(context: typer.Context, checkpoint: _Checkpoint, config: ConfigFile = None, options: Options = None) -> int:
     """Talks with the model of a checkpoint, with the chat template of its tokenizer.
 
     The checkpoint is one of this trainer, a folder of them, or a model folder of Hugging Face. From a pipe each line is
@@ -302,72 +292,15 @@ def _chat(context: typer.Context, checkpoint: _Checkpoint, config: _ConfigFile =
     return run(loaded)
 
 
-@app.command("plan")
-def _plan(
-    context: typer.Context,
-    config: _ConfigFile = None,
-    options: _Options = None,
-    json_: _Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="All kernels, dtypes, groups and reasons.")] = False,
-    audit: _Name = None,
-    dryrun: Annotated[
-        str | None,
-        typer.Option(help="ascend: try a step on MindSpore's backend for it.", metavar="NAME", show_default=False),
-    ] = None,
-    rank: Annotated[int, typer.Option("--rank", help="--dryrun, --audit: as this rank.", metavar="INT")] = 0,
-    ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks of the job.", metavar="INT")] = None,
-    local_ranks: Annotated[int | None, typer.Option("--local_ranks", help="Ranks on one host.", metavar="INT")] = None,
-    schedule: Annotated[
-        Path | None,
-        typer.Option(help="Draw the pipeline's schedule: as text, and as a PNG file.", metavar="FILE"),
-    ] = None,
-) -> int:
-    """Shows what a run would do. Does not load MindSpore, except for --audit and --dryrun.
-
-    The audit builds the graph of a training step for Ascend, without one, and looks for its fused operators. The dry
-    run runs steps on MindSpore's Ascend backend, without one and as any rank of the job, and measures device memory,
-    reads by the host and collectives (g++ is needed).
-    """
-    from trainer.parallel.world import planned_world
-
-    world = planned_world(ranks, local_ranks)
-    if dryrun is not None:
-        return _dry_run(context.obj, dryrun, json_, world, rank)
-    if audit is not None:
-        return _audit(_load(context.obj), audit, json_, world, rank)
-    with gc_disabled():
-        from trainer.config.checks.problem import ConfigErrors
-        from trainer.plan.render import plan_dict, plan_sections
-        from trainer.run.plan_file import fewest_ranks, plan_file
-        from trainer.tables import print_sections
-
-        problems: list[ConfigError] = []
-        loaded = _load(context.obj, problems)
-        try:
-            job, notes = fewest_ranks(loaded, world)
-            plan = plan_file(loaded, job, problems)
-            plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
-        except ConfigErrors as errors:
-            if verbose:
-                raise errors.full from None
-            raise
-    if schedule is not None:
-        from trainer.plan.pipeline import draw_schedule
-
-        print(draw_schedule(loaded, plan.pipeline, user_path(schedule, "flag --schedule")))
-    elif json_:
-        print(json.dumps(plan_dict(plan), indent=1))
-    else:
-        print_sections(plan_sections(plan, verbose))
-    return EXIT_OK
+app.registered_commands += planning.registered_commands
 
 
 @app.command("smoke")
 def _smoke(
     context: typer.Context,
     files: Annotated[list[str] | None, typer.Argument(metavar="[FILE|DIR]...", help="Several files.")] = None,
-    config: _ConfigFile = None,
-    options: _Options = None,
+    config: ConfigFile = None,
+    options: Options = None,
     ranks: Annotated[int, typer.Option("--ranks", help="Processes to train on.", metavar="INT")] = 1,
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.", metavar="INT")] = 3,
     json_: _Json = False,
@@ -408,7 +341,7 @@ def _smoke(
             print_sections([changes_section(changes, loaded)])
 
     try:
-        loaded = _load(context.obj, problems)
+        loaded = load_file(context.obj, problems)
         result = smoke(loaded, problems, steps, ranks, report_progress, show_changes)
     except UserError as error:
         if json_:
@@ -425,70 +358,15 @@ def _smoke(
 @app.command("data")
 def _data(
     context: typer.Context,
-    config: _ConfigFile = None,
-    options: _Options = None,
+    config: ConfigFile = None,
+    options: Options = None,
     rows: Annotated[int, typer.Option("--rows", help="Sequences to show.", metavar="INT")] = 3,
     json_: _Json = False,
 ) -> int:
     """Shows what will be trained on: the first sequences as text, and statistics. Never loads MindSpore."""
     from trainer.run.preview import print_preview
 
-    return print_preview(_load(context.obj), rows, json_)
-
-
-def _audit(config: Config, device: str, json_: bool, world: World, rank: int) -> int:
-    """Audits the graph; returns exit code 1 if a fused operator that the configuration requests is missing."""
-    if device.lower() != "ascend":
-        rule = "there is an audit for ascend alone"
-        raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
-    from trainer.dryrun.report import audit_on_backend, select_rank
-    from trainer.run.plan_file import world_from_degrees
-    from trainer.tables import print_sections
-
-    world = select_rank(world_from_degrees(config, world), rank)
-    # An image classifier has nothing to audit, which the audit itself says.
-    audit: Any = ""
-    if config.classifier is None:
-        audit = audit_on_backend(config, world)
-    if isinstance(audit, str):  # in this process, whose front end compiles for a CPU: bad input is reported there
-        from trainer.audit.report import audit_ascend, audit_dict, audit_sections
-
-        here = audit_ascend(config, world=world)
-        print(f"note: these graphs were not compiled for an Ascend: {audit.splitlines()[0]}", file=sys.stderr)
-        audit = {"values": audit_dict(here), "sections": audit_sections(here), "missing": here.missing}
-    if json_:
-        print(json.dumps(audit["values"], indent=1))
-    else:
-        print_sections(audit["sections"])
-    if audit["missing"]:
-        return EXIT_RUN_FAILED
-    return EXIT_OK
-
-
-def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank: int) -> int:
-    """Does a dry run; returns exit code 1 if a step fails or takes more memory than the device has."""
-    from trainer.config import Override
-    from trainer.dryrun.report import check_name, dry_run, dry_run_dict, dry_run_sections, select_rank
-    from trainer.run.plan_file import world_from_degrees
-    from trainer.tables import print_sections
-
-    check_name(device)
-    problems: list[ConfigError] = []
-    arguments.overrides.append(Override("context.device_target", "Ascend", "flag --dryrun"))
-    config = _load(arguments, problems)
-    world = select_rank(world_from_degrees(config, world), rank)
-    result = dry_run(config, world, problems, functools.partial(print, file=sys.stderr, flush=True))
-    if json_:
-        print(json.dumps(dry_run_dict(result), indent=1))
-    else:
-        print_sections(dry_run_sections(result))
-    failure = result.measurement.failure
-    if failure is not None:
-        if failure.is_user_error:
-            return EXIT_BAD_INPUT
-        return EXIT_RUN_FAILED
-    result.check()
-    return EXIT_OK
+    return print_preview(load_file(context.obj), rows, json_)
 
 
 @app.command("sweep")
@@ -498,8 +376,8 @@ def _sweep(
         list[str] | None,
         typer.Option("--grid", help="A key and values; every combination is one run.", metavar="KEY=V,V"),
     ] = None,
-    config: _ConfigFile = None,
-    options: _Options = None,
+    config: ConfigFile = None,
+    options: Options = None,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Runs at a time; default: cores.", metavar="INT")] = None,
 ) -> int:
     """Trains with every combination of some settings: runs side by side, then a comparison of all.
@@ -538,8 +416,8 @@ def _launch(
 @app.command("export")
 def _export(
     context: typer.Context,
-    config: _ConfigFile = None,
-    options: _Options = None,
+    config: ConfigFile = None,
+    options: Options = None,
     output: Annotated[str | None, typer.Option(help="The folder, or a .safetensors file.", metavar="PATH")] = None,
     adapter: Annotated[str | None, typer.Option(help="The adapters: --adapter_id.", metavar="PATH")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters into the weights.")] = False,
@@ -575,7 +453,7 @@ def _export(
         fix = "add --adapter output/checkpoints --merge"
         raise UserError("compares a model before and after a merge", key="--check", fix=fix)
     size = parse_size(shard_size)
-    config_ = _load(arguments)
+    config_ = load_file(arguments)
     path = user_path(output, "flag --output")
     print(export(config_, path, merge=merge, force=force, dtype=dtype, shard_bytes=size))
     if check:
@@ -586,13 +464,3 @@ def _export(
 
 
 app.registered_commands += [*reports.registered_commands, *tools.registered_commands]
-
-
-def _load(arguments: Arguments, problems: list[ConfigError] | None = None) -> Config:
-    """Reads the configuration; its errors are appended to `problems`, or raised without that list."""
-    from trainer.config import load_config
-
-    if arguments.config is None:
-        raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
-    with gc_disabled():
-        return load_config(arguments.config, arguments.overrides, problems)

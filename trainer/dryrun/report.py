@@ -18,6 +18,7 @@ from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Collective, Measurement, run_cases
 from trainer.errors import RunError, TrainerError, UserError
 from trainer.monitors.formatting import size
+from trainer.plan.device.memory import DEVICE_BYTES
 from trainer.plan.division import rank_groups, ranks_text
 from trainer.plan.memory import memory_estimate
 from trainer.run.plan_file import plan_file
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device
 _GRAPH_LAYER_BYTES = 64 << 20  # per layer, while MindSpore compiles the graph of semi-automatic mode
-_DEVICE_BYTES = 60 * _GIB  # the part of a 64 GB device that MindSpore uses
 _NAME = "ascend"
 _STEP = "step"
 _MODEL = "model.model_config"
@@ -55,7 +55,7 @@ class DryRun(NamedTuple):
     def device_bytes(self) -> int:
         """Returns the memory that MindSpore may use on a device."""
         if self.limit_bytes is None:
-            return _DEVICE_BYTES
+            return DEVICE_BYTES
         return self.limit_bytes
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
-from trainer.models.spec.names import EMBEDDING, MAPPING_IN, MAPPING_OUT
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN, MAPPING_OUT, sublayer_of
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.optim.freeze import frozen_names
 
@@ -36,6 +36,7 @@ class Products(NamedTuple):
     gets_gradient: bool  # whether the backward pass needs the gradient of the input
     is_trained: bool  # whether it needs that of the weight; of attention, whose both sides are activations, as above
     operator: Operator = "products"
+    sublayer: str = ""  # "attention" or "mlp"
 
     @property
     def forward(self) -> float:
@@ -106,10 +107,11 @@ def _layer_products(
         if parameter.sharding == "expert":
             operator = "experts"
         size = spec.layers[layer].active_size(parameter)
-        yield Products(size, reached, reached and name not in frozen, operator)
+        sublayer = sublayer_of(name.split(".", 3)[3])
+        yield Products(size, reached, reached and name not in frozen, operator, sublayer)
     attention = spec.layers[layer].attention
     numbers = attention.heads * (attention.head_size + attention.value_size)
-    yield Products(keys_seen(length, attention.window) * numbers, reached, reached, "attention")
+    yield Products(keys_seen(length, attention.window) * numbers, reached, reached, "attention", "attention")
 
 
 def keys_seen(length: int, window: int | None) -> float:

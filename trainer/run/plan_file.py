@@ -13,7 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config.checks.parallel import fit_problems, parallel_degrees, resolve_for_job, zero_level
+from trainer.config.checks.parallel import (
+    fit_problems,
+    parallel_degrees,
+    parallel_problems,
+    resolve_for_job,
+    zero_level,
+)
 from trainer.config.checks.preferences import preference_problems
 from trainer.config.checks.problem import ConfigError, problem, raise_problems, rename_keys, value_of
 from trainer.config.checks.rules import rule_problems, run_problems
@@ -21,13 +27,16 @@ from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.schema.data import EVAL, TRAIN
+from trainer.device.doctor import available_memory_bytes
 from trainer.device.resolve import planned_device, plans_elsewhere
 from trainer.errors import UserError
 from trainer.ops.select import on_arrays
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
-from trainer.plan.device.memory import fixed_bytes
+from trainer.plan.device.memory import DEVICE_BYTES, fixed_bytes
 from trainer.plan.memory import memory_estimate
 from trainer.plan.plan import ModelPlan, Plan, plan_run
+from trainer.plan.search.hardware import device_rates
+from trainer.plan.search.search import LayoutSearch
 from trainer.run.prepare import BuildProgress, prepare_run, select_execution_mode
 
 if TYPE_CHECKING:
@@ -484,3 +493,34 @@ def _broken_rules(config: Config, world: World) -> set[tuple[str, str]]:
     if not problems:
         problems = [*run_problems(config, world), *select_execution_mode(config, world).problems()]
     return {(each.error.key, each.error.rule) for each in problems}
+
+
+def open_search(config: Config, world: World, device: str) -> LayoutSearch:
+    """Returns the search for a layout of a file on the ranks of `world`; its global batch stays as it is.
+
+    Raises:
+        UserError: The file does not train a decoder, or the sizes of its model are not known.
+    """
+    if not config.trains or config.classifier is not None:
+        rule = "is for the training of a decoder"
+        raise UserError(rule, where="flag --search", key="--search", fix="leave it out")
+    raise_problems([each for each in run_problems(config, world) if each.error.key == config.source.name(_MODEL)])
+    limit_bytes = _limit_bytes(config)
+    if limit_bytes is None and device == "CPU":
+        limit_bytes = available_memory_bytes() / world.local_size
+    return LayoutSearch(
+        config, world, world_from_degrees(config, SINGLE_PROCESS), device, limit_bytes or DEVICE_BYTES,
+        device_rates(config, world, device), partial(layout_rules, device=device),
+    )  # fmt: skip
+
+
+def layout_rules(config: Config, world: World, device: str) -> list[tuple[str, str]]:
+    """Returns key and rule of every error about the ranks of a job on a kind of device."""
+    backend = select_execution_mode(config, world)
+    problems = [*parallel_problems(config, world), *backend.problems()]
+    if not problems:
+        try:
+            backend.check_device(device)
+        except UserError as error:
+            return [(error.key, error.rule)]
+    return [(each.error.key, each.error.rule) for each in problems]

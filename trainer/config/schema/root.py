@@ -20,6 +20,7 @@ from trainer.config.schema.optimizer import CosineWithWarmUpLR, LrSchedule, Opti
 from trainer.config.schema.runner import LossConfig, RunnerConfig, RunnerWrapper
 from trainer.config.schema.system import (
     ContextConfig,
+    HardwareConfig,
     MonitorConfig,
     ParallelConfig,
     ParallelSection,
@@ -217,6 +218,7 @@ class Config(Section):
     lr_schedule: LrSchedule = section(CosineWithWarmUpLR, "Learning rate of each step.")
     parallel: ParallelSection = section(ParallelSection, "Parallel mode and its settings.")
     parallel_config: ParallelConfig = section(ParallelConfig, "Degrees of parallelism.")
+    hardware: HardwareConfig = section(HardwareConfig, "Rates for `plan --search`; a run does not read them.")
     context: ContextConfig = section(ContextConfig, "Device and execution mode.")
     recompute_config: RecomputeConfig = section(RecomputeConfig, "Trade time for activation memory.")
     freeze: FreezeConfig = section(FreezeConfig, "Frozen weights.")

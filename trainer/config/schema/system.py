@@ -198,3 +198,32 @@ class MonitorConfig(Section):
         if isinstance(value, str):
             return frozenset([value])
         return frozenset(value or ())
+
+
+class HardwareConfig(Section):
+    """Rates and links of a device, for estimates of the time of a step by `plan --search` (YAML ``hardware``)."""
+
+    peak_tflops: float | None = setting(
+        None, "Peak of matrix products, TFLOP/s of a rank. Default null: that of docs/search.md.", gt=0)
+    products: float | None = setting(
+        None, "Share of the peak that products with matrices reach. Default null: that of docs/search.md.", gt=0, le=1)
+    experts: float | None = setting(
+        None, "Share of the peak that grouped products of experts reach. Default null: that of docs/search.md.",
+        gt=0, le=1)
+    attention: float | None = setting(
+        None, "Share of the peak that attention reaches. Default null: that of docs/search.md.", gt=0, le=1)
+    memory_gbps: float | None = setting(
+        None, "Bandwidth of a rank's memory, GB/s. Default null: that of docs/search.md.", gt=0)
+    layer_overhead: float | None = setting(
+        None, "Microseconds that a pass of a layer takes beside its operators. Default null: that of docs/search.md.",
+        ge=0)
+    ranks_per_node: int | None = setting(
+        None, "Ranks of a node. Default null: --local_ranks, or that of docs/search.md.", ge=1, le=RANKS)
+    node_gbps: float | None = setting(
+        None, "What a rank sends to others of its node, GB/s. Default null: that of docs/search.md.", gt=0)
+    node_latency: float | None = setting(
+        None, "Microseconds of a collective in a node. Default null: that of docs/search.md.", ge=0)
+    network_gbps: float | None = setting(
+        None, "What a rank sends to other nodes, GB/s. Default null: that of docs/search.md.", gt=0)
+    network_latency: float | None = setting(
+        None, "Microseconds of a collective between nodes. Default null: that of docs/search.md.", ge=0)

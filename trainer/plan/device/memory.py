@@ -24,6 +24,7 @@ from trainer.config.checks.parallel import (
     shards_optimizer,
     zero_level,
 )
+from trainer.config.recompute import comm_recompute_layers
 from trainer.models.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, ParameterSpec
 from trainer.models.spec.names import EMBEDDING, sublayer_of
 from trainer.models.spec.sublayers import mlp_spec
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from trainer.parallel.mesh import Degrees
     from trainer.parallel.world import World
 
+DEVICE_BYTES = 60 << 30
+"""The part of a 64 GB device that MindSpore uses, without `max_device_memory`."""
 _FLOAT32_BYTES = 4
 _PIECE = 1 << 24  # logits that the loss of explicit mode computes at a time
 _PIECE_BYTES = 8  # that its compiled functions hold for each of them: two arrays in float32
@@ -59,8 +62,30 @@ def device_memory(
     if stage is not None:
         stages = [stage]
     layout = _DeviceLayout.from_config(config, world, degrees)
+    if stage is None and len(stages) > 2:
+        stages = _stages_with_most(config, degrees, facts)
     estimates = (_stage_memory(config, degrees, facts, layout, number) for number in stages)
     return max(estimates, key=lambda parts: parts["total"])
+
+
+def _stages_with_most(config: Config, degrees: Degrees, facts: ModelFacts) -> list[int]:
+    """Returns the stages of which one needs most memory.
+
+    Of the stages between the first and the last one that have equal layers, the first has most micro-batches in flight.
+    """
+    again = facts.recomputed(config)
+    gathering = comm_recompute_layers(config)
+    chunks = facts.chunks(config)
+    last = degrees.pipeline_stage - 1
+    firsts: dict[object, int] = {}
+    for stage in range(1, last):
+        kinds = [
+            [(id(facts.layers[layer]), id(facts.spec.layers[layer]), again[layer], layer in gathering,
+              layer < facts.first) for layer in chunk]
+            for chunk in chunks[stage]
+        ]  # fmt: skip
+        firsts.setdefault(str(kinds), stage)
+    return [0, *firsts.values(), last]
 
 
 def fixed_bytes(parts: Mapping[str, int]) -> int:
@@ -308,7 +333,7 @@ def _activations(
     def sizes_of(layer: LayerSpec) -> dict[str, int]:
         """Returns what a layer keeps for a token, which is computed once for all equal layers."""
         key = ("kept", id(layer), rows, degrees.context_parallel)  # `spec` lives as long as the facts
-        return facts.once(key, lambda: _kept_of_layer(settings, layer, half, rows, degrees.context_parallel))
+        return facts.once(key, lambda: kept_of_layer(settings, layer, half, rows, degrees.context_parallel))
 
     kept = 0  # bytes of a token
     largest = 0  # of a layer that is not recomputed
@@ -397,7 +422,7 @@ def _constants(settings: ModelConfig, attention: AttentionSpec, tokens: int, hal
     return tokens * (tables + 4 * settings.seq_length)
 
 
-def _kept_of_layer(
+def kept_of_layer(
     settings: ModelConfig, layer: LayerSpec, half: bool, rows: int = 1, sequence_ranks: int = 1
 ) -> dict[str, int]:
     """Returns the bytes that each sublayer of a layer, and the block, saves for a token in explicit mode.

@@ -1,0 +1,106 @@
+"""`plan --search`: finds the layout of a file, prints and writes it, and tries the best ones in a dry run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.cli.loading import gc_disabled, load_file
+from trainer.errors import EXIT_OK, UserError
+from trainer.input_files import user_path
+
+if TYPE_CHECKING:
+    from trainer.cli.flags import Arguments
+    from trainer.config import Config
+    from trainer.config.checks.problem import ConfigError
+    from trainer.parallel.world import World
+    from trainer.plan.search.search import Candidate, LayoutSearch
+
+
+def search_layouts(
+    arguments: Arguments, world: World, json_: bool, write: Path | None, check: int, measured: Path | None
+) -> int:
+    """Searches and prints the result; returns an exit code.
+
+    Raises:
+        UserError: The file has errors, no layout fits, or a file cannot be read or written.
+    """
+    from trainer.device.resolve import planned_device
+    from trainer.plan.search.measured import corrected_rates, read_measurements
+    from trainer.plan.search.render import result_dict, result_sections
+    from trainer.plan.search.search import shown_candidates
+    from trainer.run.plan_file import open_search
+    from trainer.tables import print_sections
+
+    with gc_disabled():
+        config = load_file(arguments)
+        search = open_search(config, world, planned_device(config))
+        corrections = None
+        if measured is not None:
+            measurements = read_measurements(user_path(measured, "flag --measured"))
+            corrections = corrected_rates(search, measurements)
+            search = dataclasses.replace(search, rates=corrections.rates)
+        result = search.run()
+    if not result.candidates:
+        raise search.nothing_fits(result)
+    if check:
+        best = shown_candidates(result.candidates)
+        for candidate in best[:check]:
+            _replace(result.candidates, candidate, _dry_run(search, config, candidate))
+    if write is not None:
+        _write(search, config, shown_candidates(result.candidates)[0], user_path(write, "flag --write"))
+    if json_:
+        print(json.dumps(result_dict(search, result, config, corrections), indent=1))
+    else:
+        print_sections(result_sections(search, result, config, corrections))
+        if write is not None:
+            print(f"written: {write}")
+    return EXIT_OK
+
+
+def _replace(candidates: list[Candidate], before: Candidate, after: Candidate) -> None:
+    candidates[candidates.index(before)] = after
+
+
+def _write(search: LayoutSearch, config: Config, best: Candidate, path: Path) -> None:
+    """Writes the file with the best layout.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    from trainer.config import dump_config
+
+    try:
+        path.write_text(dump_config(search.changed_config(config, best.layout)), encoding="utf-8")
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        fix = "name another file"
+        raise UserError(rule, where="flag --write", key="--write", value=str(path), fix=fix) from None
+
+
+def _dry_run(search: LayoutSearch, config: Config, candidate: Candidate) -> Candidate:
+    """Returns a layout with the peak of a dry run of its fullest rank.
+
+    Raises:
+        UserError: This machine has no compiler, or too little memory for a dry run.
+        RunError: The layout does not run.
+    """
+    from trainer.dryrun.report import dry_run
+    from trainer.errors import RunError
+
+    report_progress = functools.partial(print, file=sys.stderr, flush=True)
+    report_progress(f"dry run of {candidate.layout.text}")
+    written = search.changed_config(config, candidate.layout)
+    problems: list[ConfigError] = []
+    rank = search.fullest_rank(candidate)
+    world = search.world._replace(rank=rank, local_rank=rank % search.world.local_size)
+    result = dry_run(written, world, problems, report_progress)
+    failure = result.measurement.failure
+    if failure is not None:
+        fix = "write the layout with --write, and look at it with plan --dryrun ascend"
+        raise RunError(f"the dry run of {candidate.layout.text} failed: {failure.message}", key="--check", fix=fix)
+    return dataclasses.replace(candidate, measured_bytes=result.measurement.peak_bytes)

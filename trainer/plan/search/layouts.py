@@ -1,0 +1,297 @@
+"""The layouts of a file on some ranks: degrees, offsets, interleaving, sharding, recomputation, micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, zero_level
+from trainer.config.stages import chunk_sizes
+from trainer.parallel.mesh import Degrees
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.parallel.world import World
+    from trainer.plan.flops import Products
+
+LEVELS = ("", "level1", "level2", "level3")
+"""Optimizer levels; empty: no rank shards optimizer state."""
+RECOMPUTATIONS = ("none", "attention", "mlp", "1/4", "1/2", "3/4", "full")
+"""What the backward pass computes again: a sublayer of each layer, or that part of the layers of each model chunk."""
+_MOST_CHUNKS = 4
+_MOST_ROWS = 8
+"""Sequences of a micro-batch."""
+
+Offset = int | tuple[tuple[int, ...], ...]
+
+
+class Layout(NamedTuple):
+    """How a file runs on some ranks.
+
+    Attributes:
+        shares_rows: use_seq_parallel.
+        chunks: Model chunks of a stage.
+        offset: As in the file: 0, or a row of numbers for each chunk.
+        level: Of `LEVELS`.
+        recomputed: Of `RECOMPUTATIONS`.
+        rows: Sequences of a micro-batch.
+        micro_batches: Of a step, on a rank.
+    """
+
+    degrees: Degrees
+    shares_rows: bool
+    chunks: int
+    offset: Offset
+    level: str
+    recomputed: str
+    rows: int
+    micro_batches: int
+
+    @property
+    def text(self) -> str:
+        """Returns the degrees in short: ``dp 8 tp 4 pp 2 ep 8``."""
+        names = {
+            "data_parallel": "dp", "model_parallel": "tp", "context_parallel": "cp", "pipeline_stage": "pp",
+            "expert_parallel": "ep",
+        }  # fmt: skip
+        sizes = self.degrees._asdict()
+        parts = [f"{short} {sizes[name]}" for name, short in names.items() if sizes[name] > 1 or short == "dp"]
+        if self.chunks > 1:
+            parts.append(f"x {self.chunks} chunks")
+        if self.shares_rows:
+            parts.append("sp")
+        return " ".join(parts)
+
+
+@dataclass
+class LayoutConfigs:
+    """Makes the configuration of each layout of a file; sections that layouts share are made once.
+
+    Attributes:
+        config: The file, with `use_parallel` and without what a layout sets.
+        global_batch: Sequences of a step over all ranks.
+        unchanged: The file as it is, for its own ranks.
+    """
+
+    config: Config
+    global_batch: int
+    unchanged: Config
+    _sections: dict[object, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_file(cls, config: Config, job: World) -> LayoutConfigs:
+        """Returns the configurations of a file, whose global batch is that of `job`."""
+        config = resolve_for_job(config, job)
+        unchanged = config
+        degrees = parallel_degrees(config, job)
+        runner = config.runner_config
+        batch = runner.global_batch_size
+        if batch is None:
+            batch = runner.batch_size * degrees.data_parallel * micro_batches_per_step(config, degrees)
+        recompute = config.recompute_config.model_copy(update={"parallel_optimizer_comm_recompute": False})
+        sharding = config.parallel.parallel_optimizer_config.model_copy(
+            update={"gradient_accumulation_shard": False, "optimizer_weight_shard_size": -1}
+        )
+        parallel = config.parallel.model_copy(update={"parallel_optimizer_config": sharding})
+        section = config.parallel_config
+        if section.expert_model_parallel is not None:  # the loader multiplies expert_parallel by it
+            section = section.model_copy(update={"expert_model_parallel": 1})
+        return cls(
+            config.model_copy(update={
+                "use_parallel": True, "recompute": False, "recompute_config": recompute, "parallel": parallel,
+                "parallel_config": section,
+            }),
+            batch,
+            unchanged,
+        )  # fmt: skip
+
+    def make(self, layout: Layout) -> Config:
+        """Returns the configuration of a layout."""
+        config = self.config
+        degrees = layout.degrees
+        settings = {**degrees._asdict(), "use_seq_parallel": layout.shares_rows, "micro_batch_num": 1}
+        steps = layout.micro_batches
+        if degrees.pipeline_stage > 1:
+            settings["micro_batch_num"] = steps
+            steps = 1
+        runner = {"batch_size": layout.rows, "gradient_accumulation_steps": steps}
+        return config.model_copy(update={
+            "parallel_config": config.parallel_config.model_copy(update=settings),
+            "runner_config": config.runner_config.model_copy(update=runner),
+            "parallel": self._once(("parallel", layout.level, layout.chunks), self._parallel, layout),
+            "recompute_config": self._once(
+                ("recompute", layout.recomputed, degrees.pipeline_stage, layout.chunks, layout.offset),
+                self._recompute, layout,
+            ),
+            "model": self._once(("model", layout.chunks, layout.offset), self._model, layout),
+        })  # fmt: skip
+
+    def _once(self, key: object, make: Any, layout: Layout) -> Any:
+        if key not in self._sections:
+            self._sections[key] = make(layout)
+        return self._sections[key]
+
+    def _parallel(self, layout: Layout) -> Any:
+        section = self.config.parallel
+        changes: dict[str, Any] = {"enable_parallel_optimizer": bool(layout.level)}
+        if layout.level:
+            sharding = section.parallel_optimizer_config.model_copy(update={"optimizer_level": layout.level})
+            changes["parallel_optimizer_config"] = sharding
+        interleaves = {"pipeline_interleave": layout.chunks > 1, "pipeline_scheduler": "1f1b"}
+        changes["pipeline_config"] = section.pipeline_config.model_copy(update=interleaves)
+        return section.model_copy(update=changes)
+
+    def _recompute(self, layout: Layout) -> Any:
+        changes: dict[str, Any] = {"recompute": False, "select_recompute": False, "select_recompute_exclude": False}
+        if layout.recomputed in ("attention", "mlp"):
+            changes["select_recompute"] = [layout.recomputed]
+        elif layout.recomputed == "full":
+            changes["recompute"] = True
+        elif layout.recomputed != "none":
+            changes["recompute"] = self._part_of_layers(layout)
+        return self.config.recompute_config.model_copy(update=changes)
+
+    def _part_of_layers(self, layout: Layout) -> Any:
+        """Returns how many leading layers of each stage are computed again, as the file writes it."""
+        numerator, denominator = map(int, layout.recomputed.split("/"))
+        stages = layout.degrees.pipeline_stage
+
+        def part(size: int) -> int:
+            """Returns the part of a number of layers, rounded up."""
+            return -(-size * numerator // denominator)
+
+        if stages == 1:
+            return part(self.config.decoder.num_layers)
+        section = self.config.parallel_config.model_copy(update={"pipeline_stage": stages})
+        model = self._once(("model", layout.chunks, layout.offset), self._model, layout)
+        sizes = chunk_sizes(self.config.model_copy(update={"parallel_config": section, "model": model}))
+        rows = [[part(size) for size in row] for row in sizes]
+        if len(rows) == 1:
+            return rows[0]
+        return rows
+
+    def _model(self, layout: Layout) -> Any:
+        offset: Any = layout.offset
+        if not isinstance(offset, int):
+            offset = [list(row) for row in offset]
+            if len(offset) == 1:
+                offset = offset[0]
+        settings = self.config.decoder.model_copy(update={"pp_interleave_num": layout.chunks, "offset": offset})
+        return self.config.model.model_copy(update={"settings": settings})
+
+
+def file_layout(config: Config, job: World) -> Layout:
+    """Returns the layout that a file describes; what it recomputes is "as in the file"."""
+    degrees = parallel_degrees(config, job)
+    level = ""
+    if config.parallel.enable_parallel_optimizer:
+        level = zero_level(config)
+    offset = config.decoder.offset
+    rows: Offset = 0
+    if isinstance(offset, list):
+        rows = tuple(tuple(row) if isinstance(row, list) else (row,) for row in offset)
+    return Layout(
+        degrees, config.parallel_config.use_seq_parallel, config.decoder.pp_interleave_num, rows, level,
+        "as in the file", config.runner_config.batch_size, micro_batches_per_step(config, degrees),
+    )  # fmt: skip
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, ascending."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+class Skeleton(NamedTuple):
+    """What the rules about divisibility depend on: a layout without sharding of states and recomputation."""
+
+    degrees: Degrees
+    shares_rows: bool
+    chunks: int
+    rows: int
+    micro_batches: int
+
+
+def skeletons(config: Config, ranks: int, global_batch: int) -> Iterator[Skeleton]:
+    """Yields all combinations of degrees, interleaving and micro-batches whose products are the ranks and the batch."""
+    settings = config.decoder
+    experts = 1
+    if settings.experts is not None:
+        experts = settings.experts.expert_num
+    for stages in divisors(ranks):
+        if stages > settings.num_layers:
+            continue
+        for tensor in divisors(ranks // stages):
+            if settings.num_heads % tensor:
+                continue
+            for context in divisors(ranks // stages // tensor):
+                if settings.seq_length % context:
+                    continue
+                data = ranks // stages // tensor // context
+                for expert in divisors(math.gcd(experts, ranks // stages)):
+                    degrees = Degrees(stages, data, context, tensor, expert)
+                    yield from _of_degrees(degrees, settings.num_layers, global_batch)
+
+
+def _of_degrees(degrees: Degrees, layers: int, global_batch: int) -> Iterator[Skeleton]:
+    stages = degrees.pipeline_stage
+    chunks = [1]
+    if stages > 1:
+        chunks = [each for each in (1, 2, _MOST_CHUNKS) if each * stages <= layers]
+    shares = [False]
+    if degrees.model_parallel > 1:
+        shares = [False, True]
+    if global_batch % degrees.data_parallel:
+        return
+    of_rank = global_batch // degrees.data_parallel
+    for rows in divisors(of_rank):
+        if rows > _MOST_ROWS or of_rank // rows < stages > 1:
+            continue
+        for shares_rows in shares:
+            for each in chunks:
+                yield Skeleton(degrees, shares_rows, each, rows, of_rank // rows)
+
+
+def balanced_offset(costs: Sequence[float], head: float, stages: int, chunks: int) -> Offset:
+    """Returns the offset with which the parts of the model take most equal times: the sum of their squares is least.
+
+    Args:
+        costs: The time of each layer.
+        head: The time of what the last part has besides: head, loss and multi-token prediction.
+    """
+    parts = stages * chunks
+    layers = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best = [[math.inf] * (layers + 1) for _ in range(parts + 1)]
+    begins = [[0] * (layers + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for part in range(1, parts + 1):
+        more = 0.0
+        if part == parts:
+            more = head
+        for end in range(part, layers - (parts - part) + 1):
+            for begin in range(part - 1, end):
+                value = best[part - 1][begin] + (sums[end] - sums[begin] + more) ** 2
+                if value < best[part][end]:
+                    best[part][end] = value
+                    begins[part][end] = begin
+    sizes = []
+    end = layers
+    for part in range(parts, 0, -1):
+        sizes.append(end - begins[part][end])
+        end = begins[part][end]
+    sizes.reverse()
+    share = layers // parts
+    rows = [sizes[number * stages : (number + 1) * stages] for number in range(chunks)]
+    if sizes == [share + (number >= parts - layers % parts) for number in range(parts)]:
+        return 0
+    return tuple(tuple(size - share for size in row) for row in rows)
+
+
+def layer_costs(layers: Sequence[Sequence[Products]], ends: Sequence[Products]) -> tuple[list[float], float]:
+    """Returns the operations of a token in each layer, and in the head."""
+    return [sum(each.flops for each in layer) for layer in layers], sum(each.flops for each in ends)

@@ -1,0 +1,212 @@
+"""The result of a search as tables, and as plain values for `--json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.read.dump import flatten, plain_values
+from trainer.plan.search.alternatives import lost_alternatives
+from trainer.plan.search.search import shown_candidates
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.plan.search.layouts import Layout
+    from trainer.plan.search.measured import Corrections
+    from trainer.plan.search.search import Candidate, LayoutSearch, SearchResult
+    from trainer.tables import Rows, Section
+
+_GIB = 1 << 30
+_UNSET = "not set"
+
+
+def assumptions(search: LayoutSearch) -> list[str]:
+    """Returns what the estimates assume, in three lines."""
+    rates = search.rates
+    source = "default rates, which nobody measured"
+    return [
+        f"rates: {rates.products / 1e12:.3g} TFLOP/s in products, {rates.experts / 1e12:.3g} in experts,"
+        f" {rates.attention / 1e12:.3g} in attention; {rates.node / 1e9:.3g} GB/s in a node of {rates.ranks_per_node},"
+        f" {rates.network / 1e9:.3g} between nodes",
+        "overlap: only messages among stages and gathers of level3 overlap with computation; experts are loaded evenly;"
+        " a pipeline runs 1F1B",
+        f"order: an estimate until somebody measures ({source}; see --measured); traffic is counted as in explicit"
+        " mode",
+    ]
+
+
+def result_sections(
+    search: LayoutSearch, result: SearchResult, config: Config, corrections: Corrections | None
+) -> list[Section]:
+    """Returns the tables of a search."""
+    best = shown_candidates(result.candidates)
+    sections: list[Section] = [("search", _summary(search, result))]
+    sections.append(("assumptions", [("", ""), *(("", line) for line in assumptions(search))]))
+    if corrections is not None:
+        sections.append(("measured", _corrections(search, corrections)))
+    rows: Rows = [("", "layout", "offset", "optimizer", "recompute", "micro-batches", "memory", "step", "bubble",
+                   "sent", "tokens/s")]  # fmt: skip
+    rows += [(str(number), *_row(search, each)) for number, each in enumerate(best, start=1)]
+    if result.file is not None:
+        rows.append(("file", *_row(search, result.file)))
+    sections.append(("best layouts", rows))
+    changes = yaml_difference(config, search.changed_config(config, best[0].layout))
+    if changes:
+        sections.append(("what the best one changes in the file", [("key", "file", "best"), *changes]))
+    lost: Rows = [("kind", "fastest of it", "why it lost")]
+    for each in lost_alternatives(search, best[0]):
+        lost.append((each.name, _short(each.layout), each.reason))
+    sections.append(("well-known alternatives", lost))
+    return sections
+
+
+def _summary(search: LayoutSearch, result: SearchResult) -> Rows:
+    broken = sum(result.broken.values())
+    rows: Rows = [("", "")]
+    rows.append(("ranks", f"{search.world.size}, global batch of {search.configs.global_batch} sequences"))
+    rows.append(("mode", search.mode()))
+    rows.append(("memory", f"at most {search.limit_bytes / _GIB:.1f} GiB of a rank"))
+    parts = [
+        f"{broken:,} break a rule", f"{result.too_large:,} need too much memory",
+        f"{result.slower:,} are slower even without what they send for weights",
+        f"{result.dominated:,} recompute more than they need", f"{len(result.candidates):,} remain",
+    ]  # fmt: skip
+    rows.append(("layouts", f"{result.considered:,}: {', '.join(parts)}"))
+    if result.file is not None:
+        rows.append(("file", file_place(result)))
+    return rows
+
+
+def file_place(result: SearchResult) -> str:
+    """Returns where the layout of the file stands among those that fit."""
+    assert result.file is not None
+    faster = {
+        (each.layout.degrees, each.layout.chunks, each.layout.rows)
+        for each in result.candidates
+        if each.seconds < result.file.seconds
+    }
+    text = f"{len(faster)} kinds of layouts are estimated to be faster than its own"
+    if result.file.memory_bytes > result.limit_bytes:
+        text += f"; it needs {result.file.memory_bytes / _GIB:.1f} GiB"
+    return text
+
+
+def _row(search: LayoutSearch, candidate: Candidate) -> tuple[str, ...]:
+    layout = candidate.layout
+    time = candidate.time
+    assert time is not None
+    tokens = search.configs.global_batch * search.config.decoder.seq_length / time.seconds
+    memory = f"{candidate.memory_bytes / _GIB:.1f} GiB"
+    if candidate.measured_bytes is not None:
+        memory += " (dry run)"
+    return (
+        layout.text, offset_text(layout), layout.level or "none", layout.recomputed,
+        f"{layout.micro_batches} x {layout.rows}", memory, _seconds_text(time.seconds), f"{time.bubble:.1%}",
+        f"{time.sent_bytes / 1e9:.3g} GB", f"{tokens:,.0f}",
+    )  # fmt: skip
+
+
+def _seconds_text(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s"
+
+
+def offset_text(layout: Layout) -> str:
+    """Returns the offset of a layout as in the file; a long one by its last numbers."""
+    if isinstance(layout.offset, int):
+        return str(layout.offset)
+    numbers = layout.offset[-1]
+    shown = ",".join(map(str, numbers[-4:]))
+    if len(layout.offset) > 1 or len(numbers) > 4:
+        return f"[..{shown}]"
+    return f"[{shown}]"
+
+
+def _short(layout: Layout | None) -> str:
+    if layout is None:
+        return "none"
+    return layout.text
+
+
+def yaml_difference(before: Config, after: Config) -> list[tuple[str, str, str]]:
+    """Returns key, old and new value of each key that differs, as the file names the keys."""
+    old = dict(flatten(plain_values(before)))
+    new = dict(flatten(plain_values(after)))
+    rows = []
+    for key in dict.fromkeys((*old, *new)):
+        if old.get(key, _UNSET) != new.get(key, _UNSET) and not (key not in new and old[key] in (1, False, None)):
+            rows.append((before.source.name(key), str(old.get(key, _UNSET)), str(new.get(key, _UNSET))))
+    return rows
+
+
+def _corrections(search: LayoutSearch, corrections: Corrections) -> Rows:
+    rows: Rows = [("", "")]
+    rows.append(("runs", str(corrections.runs)))
+    rows.append(("estimates were off by", f"{corrections.before:.0%} in the mean"))
+    rows.append(("with corrected rates", f"{corrections.after:.0%}"))
+    rows.append(("rank correlation before", f"{corrections.correlation:.2f}"))
+    rows += [(f"hardware.{key}", f"{value:g}") for key, value in _section(search, corrections).items()]
+    return rows
+
+
+def _section(search: LayoutSearch, corrections: Corrections) -> dict[str, float]:
+    return corrections.factors.section(search.config, search.device)
+
+
+def result_dict(
+    search: LayoutSearch, result: SearchResult, config: Config, corrections: Corrections | None
+) -> dict[str, Any]:
+    """Returns the result as plain values."""
+    best = shown_candidates(result.candidates)
+    changes = yaml_difference(config, search.changed_config(config, best[0].layout))
+    values: dict[str, Any] = {
+        "ranks": search.world.size,
+        "mode": search.mode(),
+        "global_batch": search.configs.global_batch,
+        "limit_bytes": int(search.limit_bytes),
+        "assumptions": assumptions(search),
+        "considered": result.considered,
+        "broken": {f"{key}: {rule}": number for (key, rule), number in result.broken.items()},
+        "too_large": result.too_large,
+        "best": [_candidate_dict(search, each) for each in best],
+        "changes": {key: [old, new] for key, old, new in changes},
+        "alternatives": list(_alternative_dicts(search, best[0])),
+        "file": None,
+    }
+    if result.file is not None:
+        values["file"] = _candidate_dict(search, result.file) | {"place": file_place(result)}
+    if corrections is not None:
+        values["measured"] = {
+            "runs": corrections.runs, "error_before": corrections.before, "error_after": corrections.after,
+            "rank_correlation_before": corrections.correlation, "hardware": _section(search, corrections),
+        }  # fmt: skip
+    return values
+
+
+def _candidate_dict(search: LayoutSearch, candidate: Candidate) -> dict[str, Any]:
+    layout = candidate.layout
+    time = candidate.time
+    assert time is not None
+    return {
+        **layout.degrees._asdict(),
+        "use_seq_parallel": layout.shares_rows,
+        "pp_interleave_num": layout.chunks,
+        "offset": layout.offset,
+        "optimizer_level": layout.level,
+        "recompute": layout.recomputed,
+        "batch_size": layout.rows,
+        "micro_batches": layout.micro_batches,
+        "memory_bytes": candidate.memory_bytes,
+        "is_dry_run": candidate.measured_bytes is not None,
+        "step_seconds": time.seconds,
+        "bubble": time.bubble,
+        "sent_bytes": time.sent_bytes,
+        "tokens_per_second": search.configs.global_batch * search.config.decoder.seq_length / time.seconds,
+        "seconds_by_class": dict(time.classes),
+    }
+
+
+def _alternative_dicts(search: LayoutSearch, best: Candidate) -> Iterator[dict[str, Any]]:
+    for each in lost_alternatives(search, best):
+        yield {"kind": each.name, "layout": _short(each.layout), "seconds": each.seconds, "reason": each.reason}

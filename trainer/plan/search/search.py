@@ -1,0 +1,310 @@
+"""Enumerates the layouts of a file, leaves out those that break a rule or need too much memory, and ranks the others.
+
+Of layouts that differ in recomputation alone only the fastest that fits remains: recomputing more takes longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainer.config.checks.parallel import runs_semi_auto
+from trainer.config.device_defaults import apply_device_defaults
+from trainer.errors import UserError
+from trainer.plan.flops import decoder_products
+from trainer.plan.memory import decoder_facts, memory_estimate
+from trainer.plan.search.layouts import (
+    LEVELS,
+    RECOMPUTATIONS,
+    Layout,
+    LayoutConfigs,
+    Offset,
+    Skeleton,
+    balanced_offset,
+    file_layout,
+    layer_costs,
+    skeletons,
+)
+from trainer.plan.search.step_time import StepEstimator, StepTime
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainer.config import Config
+    from trainer.parallel.world import World
+    from trainer.plan.search.hardware import Rates
+
+BrokenRules = Callable[["Config", "World"], Sequence[tuple[str, str]]]
+"""Returns key and rule of each error that a job would have."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that was looked at.
+
+    Attributes:
+        memory: Bytes of its fullest rank, by part and in total.
+        time: None where it needs too much memory.
+        measured_bytes: The peak of a dry run instead of the estimate; None without one.
+    """
+
+    layout: Layout
+    memory: Mapping[str, int]
+    time: StepTime | None = None
+    measured_bytes: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Returns the bytes of the fullest rank: measured by a dry run, or estimated."""
+        if self.measured_bytes is not None:
+            return self.measured_bytes
+        return self.memory["total"]
+
+    @property
+    def seconds(self) -> float:
+        """Returns the estimated time of a step."""
+        assert self.time is not None, "the layout fits"
+        return self.time.seconds
+
+
+SHOWN = 10
+"""Number of layouts in the table."""
+
+
+def shown_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Returns the best layouts, one of those that differ in offset, optimizer level or sequence parallelism alone."""
+    best: dict[object, Candidate] = {}
+    for each in sorted(candidates, key=lambda one: one.seconds):
+        layout = each.layout
+        best.setdefault((layout.degrees, layout.chunks, layout.rows), each)
+    return list(best.values())[:SHOWN]
+
+
+@dataclass
+class SearchResult:
+    """The result of a search.
+
+    Attributes:
+        candidates: Layouts that fit, the fastest first.
+        refused: The layouts that need too much memory, each with the least recomputation that was tried.
+        broken: Number of layouts by the key and rule that they break.
+        considered: Number of layouts.
+        dominated: Number of those that recompute more than needed.
+        too_large: Number of those that need too much memory.
+        slower: Number of those whose passes alone take longer than the worst layout that is shown.
+        assessed: Number of those whose memory was estimated.
+        file: The layout of the file, if it is for so many ranks.
+        worst_shown: The time of the last of the layouts that are shown; infinite while there are fewer.
+    """
+
+    configs: LayoutConfigs
+    world: World
+    limit_bytes: float
+    candidates: list[Candidate] = field(default_factory=list)
+    refused: list[Candidate] = field(default_factory=list)
+    broken: Counter[tuple[str, str]] = field(default_factory=Counter)
+    considered: int = 0
+    dominated: int = 0
+    too_large: int = 0
+    slower: int = 0
+    assessed: int = 0
+    file: Candidate | None = None
+    worst_shown: float = math.inf
+    _shown: list[Candidate] = field(default_factory=list)
+
+    def add(self, candidate: Candidate) -> None:
+        """Adds a layout that fits."""
+        self.candidates.append(candidate)
+        if candidate.seconds < self.worst_shown:
+            self._shown = shown_candidates([*self._shown, candidate])
+            if len(self._shown) == SHOWN:
+                self.worst_shown = self._shown[-1].seconds
+
+
+@dataclass
+class LayoutSearch:
+    """Searches the layouts of one file.
+
+    Args:
+        config: The file, with the defaults of its device.
+        world: The ranks to run on.
+        job: The ranks that the file is written for, which gives its global batch.
+        limit_bytes: The memory of a rank.
+        broken_rules: Finds the errors of a job.
+    """
+
+    config: Config
+    world: World
+    job: World
+    device: str
+    limit_bytes: float
+    rates: Rates
+    broken_rules: BrokenRules
+
+    def __post_init__(self) -> None:
+        self.config = apply_device_defaults(self.config, self.device)
+        self.configs = LayoutConfigs.from_file(self.config, self.job)
+        self.facts = decoder_facts(self.config, trains=True)
+        self.estimator = StepEstimator(self.config, self.device, self.facts, self.rates)
+        self._costs = layer_costs(*decoder_products(self.config))
+        self._offsets: dict[tuple[int, int], list[Offset]] = {}
+
+    def run(self) -> SearchResult:
+        """Returns the ranked layouts.
+
+        The layouts are visited by a lower bound of their time, that of their passes without recomputation, until no
+        other one can be among the best.
+        """
+        every = skeletons(self.config, self.world.size, self.configs.global_batch)
+        result = self.run_some(every)
+        if self.world.size == self.job.size:
+            result.file = self.assess(file_layout(self.config, self.world), self.configs.unchanged)
+        return result
+
+    def run_some(self, chosen: Iterable[Skeleton], most: int | None = None) -> SearchResult:
+        """Returns the ranked layouts of some skeletons, at most `most` of them with an offset."""
+        result = SearchResult(self.configs, self.world, self.limit_bytes)
+        groups: list[tuple[float, int, Skeleton, Offset]] = []
+        for skeleton in chosen:
+            rule = self._rule_of_degrees(skeleton)
+            for offset in self._offsets_of(skeleton):
+                count = len(RECOMPUTATIONS) * len(self._levels(skeleton))
+                result.considered += count
+                if rule is not None:
+                    result.broken[rule] += count
+                    continue
+                config = self.configs.make(self._layout(skeleton, offset, "", "none"))
+                bound = self.estimator.passes(config, self.world).seconds
+                groups.append((bound, len(groups), skeleton, offset))
+        groups.sort()
+        for bound, _, skeleton, offset in groups[:most]:
+            if bound >= result.worst_shown:
+                result.slower += len(RECOMPUTATIONS) * len(self._levels(skeleton))
+                continue
+            self._search_levels(skeleton, offset, result)
+        result.candidates.sort(key=lambda each: each.seconds)
+        return result
+
+    def _levels(self, skeleton: Skeleton) -> Sequence[str]:
+        if skeleton.degrees.data_parallel * skeleton.degrees.context_parallel == 1:
+            return LEVELS[:1]
+        return LEVELS
+
+    def _search_levels(self, skeleton: Skeleton, offset: Offset, result: SearchResult) -> None:
+        """Adds the best layout of each optimizer level."""
+        for level in self._levels(skeleton):
+            layouts = [self._layout(skeleton, offset, level, choice) for choice in RECOMPUTATIONS]
+            rules = [self._first_rule(layout) for layout in (layouts[0], layouts[-1])]
+            if rules[0] is not None:
+                result.broken[rules[0]] += len(layouts)
+                continue
+            if rules[1] is not None:  # some rules are about recomputed blocks
+                kept = [layout for layout in layouts if layout.recomputed in ("none", "attention", "mlp")]
+                result.broken[rules[1]] += len(layouts) - len(kept)
+                layouts = kept
+            self._search_recomputations(layouts, result)
+
+    def _search_recomputations(self, layouts: Sequence[Layout], result: SearchResult) -> None:
+        """Adds the fastest that fits of layouts which differ in recomputation alone, the least work first."""
+        for number, layout in enumerate(layouts):
+            config = self.configs.make(layout)
+            memory = self._memory(config, result)
+            if memory["total"] <= self.limit_bytes:
+                result.dominated += len(layouts) - number - 1
+                result.too_large += number
+                result.add(self.assess(layout, config, memory))
+                return
+            if number == 0:  # the last one needs least
+                least = self._memory(self.configs.make(layouts[-1]), result)
+                if least["total"] > self.limit_bytes:
+                    result.too_large += len(layouts)
+                    result.refused.append(Candidate(layouts[-1], least))
+                    return
+
+    def _memory(self, config: Config, result: SearchResult) -> Mapping[str, int]:
+        result.assessed += 1
+        return memory_estimate(config, True, self.device, self.world, None, self.facts)
+
+    def changed_config(self, config: Config, layout: Layout) -> Config:
+        """Returns the file with a layout: as `make` of its configurations, without the defaults of the device."""
+        return LayoutConfigs.from_file(config, self.job).make(layout)
+
+    def fullest_rank(self, candidate: Candidate) -> int:
+        """Returns the rank that needs most memory."""
+        config = self.configs.make(candidate.layout)
+        degrees = candidate.layout.degrees
+        stages = degrees.pipeline_stage
+        needed = [
+            memory_estimate(config, True, self.device, self.world, stage, self.facts)["total"]
+            for stage in range(stages)
+        ]
+        stage = needed.index(max(needed))
+        return stage * (degrees.ranks // stages) + degrees.model_parallel - 1
+
+    def mode(self) -> str:
+        """Returns the mode in which the layouts run."""
+        if runs_semi_auto(self.configs.config, self.world):
+            return "semi-automatic mode, as in the file (parallel_mode 1)"
+        return "explicit mode, as in the file (parallel_mode 0)"
+
+    def nothing_fits(self, result: SearchResult) -> UserError:
+        """Returns the error of a search that found no layout."""
+        gib = 1 << 30
+        key = "context.max_device_memory"
+        if result.refused:
+            least = min(result.refused, key=lambda each: each.memory_bytes)
+            rule = (
+                f"no layout on {self.world.size} ranks fits into {self.limit_bytes / gib:.1f} GiB; the smallest,"
+                f" {least.layout.text} with {least.layout.level or 'no optimizer level'} and recomputation, needs"
+                f" {least.memory_bytes / gib:.1f} GiB of a rank"
+            )
+            return UserError(rule, where="flag --search", key=key, fix="use more ranks, or devices with more memory")
+        rule = f"no layout divides the model and its global batch of {self.configs.global_batch} on these ranks"
+        if result.broken:
+            (broken, text), _ = result.broken.most_common(1)[0]
+            rule += f"; most often {broken}: {text}"
+        fix = "use another number of ranks, or another runner_config.global_batch_size"
+        return UserError(rule, where="flag --ranks", key="--ranks", value=self.world.size, fix=fix)
+
+    def assess(self, layout: Layout, config: Config, memory: Mapping[str, int] | None = None) -> Candidate:
+        """Returns memory and time of a layout, whose configuration is `config`."""
+        if memory is None:
+            memory = memory_estimate(config, True, self.device, self.world, None, self.facts)
+        return Candidate(layout, memory, self.estimator.estimate(config, self.world, memory))
+
+    def _layout(self, skeleton: Skeleton, offset: Offset, level: str, recomputed: str) -> Layout:
+        return Layout(
+            skeleton.degrees, skeleton.shares_rows, skeleton.chunks, offset, level, recomputed, skeleton.rows,
+            skeleton.micro_batches,
+        )  # fmt: skip
+
+    def _rule_of_degrees(self, skeleton: Skeleton) -> tuple[str, str] | None:
+        """Returns a rule that the degrees break with any layout; None if they may break none."""
+        simplest = skeleton._replace(shares_rows=False, chunks=1)
+        rule = self.facts.once(
+            ("broken", simplest), lambda: self._first_rule(self._layout(simplest, 0, "", "none"))
+        )
+        if rule is None or rule[0].startswith("model."):  # another offset may heal it
+            return None
+        return rule
+
+    def _first_rule(self, layout: Layout) -> tuple[str, str] | None:
+        return min(self.broken_rules(self.configs.make(layout), self.world), default=None)
+
+    def _offsets_of(self, skeleton: Skeleton) -> Iterator[Offset]:
+        """Yields the offsets of a pipeline: equal shares, and the shares with which stages take equal times."""
+        stages = skeleton.degrees.pipeline_stage
+        yield 0
+        if stages == 1:
+            return
+        key = stages, skeleton.chunks
+        if key not in self._offsets:
+            costs, head = self._costs
+            number = self.config.decoder.num_layers
+            modules = sum(costs[number:])
+            balanced = balanced_offset(costs[:number], head + modules, stages, skeleton.chunks)
+            self._offsets[key] = [balanced] * (balanced != 0)
+        yield from self._offsets[key]
