@@ -23,6 +23,8 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "parallel")]
 from rank_job import on_rank_processes  # noqa: E402
 from trace_cases import CLEAN_CASES, FAULT_CASES, Case, compare_case, folder_name, problem_of  # noqa: E402
 
+_CASES_OF_A_JOB = 8  # MindSpore keeps memory of each model
+
 
 def main() -> int:
     """Runs the cases and returns the exit code."""
@@ -52,13 +54,15 @@ def main() -> int:
 
 
 def write_all(cases: Iterable[Case], folder: str) -> None:
-    """Writes the trace of each case once: one job for each number of ranks."""
+    """Writes the trace of each case once: ranks of one number are one job, or several."""
     by_ranks: dict[int, dict[str, Case]] = {}
     for case in cases:
         by_ranks.setdefault(case.ranks, {})[folder_name(case)] = case
     for ranks, each in sorted(by_ranks.items()):
         given = [case.to_json() for case in each.values()]
-        on_rank_processes(ranks, "trace_cases:write_traces", given, folder, limit_seconds=1200)
+        for start in range(0, len(given), _CASES_OF_A_JOB):
+            part = given[start : start + _CASES_OF_A_JOB]
+            on_rank_processes(ranks, "trace_cases:write_traces", part, folder, limit_seconds=600)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from trainer.step.train_step import TrainStep  # noqa: E402
 from trainer.trace.checks import with_sublayers  # noqa: E402
 from trainer.trace.compare import Comparison, compare_traces  # noqa: E402
 from trainer.trace.folder import read_trace  # noqa: E402
+from trainer.trace.message import row_text  # noqa: E402
 from trainer.trace.record import PIECES, TraceWriter, write_manifest  # noqa: E402
 from trainer.trace.run import manifest, observe_steps  # noqa: E402
 
@@ -348,8 +349,6 @@ def compare_case(folder: Path, case: Case) -> Comparison:
 
 def problem_of(case: Case, comparison: Comparison) -> str:
     """Returns why a comparison has not found what it must; "" if it has."""
-    from trainer.trace.report import row_text
-
     beyond = comparison.beyond
     fault = case.fault
     if fault is None:

@@ -16,6 +16,7 @@ from trainer.trace.record import Key, Piece
 from trainer.trace.sketch import Summary, as_numbers, deviation, join_summaries
 
 _CHUNK = 1 << 20  # numbers of a file that are in memory at once
+_STATISTICS = 1e-6
 _FEW_TOKENS = 2.0  # whose two best experts may be equally good by chance
 _FLIPS = 24.0
 """The share of tokens whose choice of experts rounding may change, in units of the rounding of the router's input."""
@@ -183,6 +184,8 @@ class _Comparer:
             share = _flip_share(right.distinct, found.distinct)
             return Row(key, layer, share, self._flip_bound(key, layer, right), holders, holders)
         by_statistics = right.summary.sketch is None or found.summary.sketch is None
+        if by_statistics:  # the other program has computed them, in float32 or in the dtype of the tensor
+            bound += 2 * max(UNIT_ROUNDOFFS.get(piece.dtype, 0.0) for piece in pieces) + _STATISTICS
         measured = deviation(right.summary, found.summary)
         ranks = holders
         by_rank = {}

@@ -366,8 +366,9 @@ def _tensors(entry: _Entry) -> Iterator[tuple[Kind, str, Mapping[str, Any]]]:
                     yield "weight", f"{entry.name}.{name}", tensor
     elif entry.what == "backward":
         gradient = _first(tensors.get("input"))
-        if gradient is not None:
-            yield "activation gradient", entry.name, gradient
+        if gradient is not None and not entry.name.endswith(("_proj", "layernorm", "_norm")):
+            # What the feed-forward sublayer adds has the gradient of the stream behind the layer.
+            yield "activation gradient", entry.name.removesuffix(".mlp"), gradient
     else:
         for name, values in tensors.items():
             gradient = _first(values)
