@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from pipeline_cases import weights_of  # noqa: E402
 from tiny_trainer import TOKENS, config_of, join, make_batch  # noqa: E402
 
-from trainer.arrays.cells import DTYPES, PartWeights  # noqa: E402
 from trainer.arrays.attention.positions import TokenPositions, query_blocks  # noqa: E402
+from trainer.arrays.cells import DTYPES, PartWeights  # noqa: E402
 from trainer.config import Config  # noqa: E402
 from trainer.data import Batch  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
@@ -41,7 +41,8 @@ ROWS = 4  # sequences of a step, of all ranks together
 LAYERS = 4
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 16, "aux_loss_factor": 0.1,
            "norm_topk_prob": True}  # fmt: skip
-LATENT = {"multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 4,
+LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
+          "qk_nope_head_dim": 4,
           "qk_rope_head_dim": 2, "v_head_dim": 4}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {}, "heads": {"n_kv_heads": 4}, "window": {"sliding_window": 5}, "norms": {"use_qk_norm": True},

@@ -25,7 +25,7 @@ from trainer.arrays.preferences import add_margin, divergence
 from trainer.data.batches.batch import Batch, count_pairs
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
-from trainer.models.inputs import LossSums, ModelInputs, RouterStatistics, mtp_labels
+from trainer.models.inputs import LossSums, ModelInputs, PassObserver, RouterStatistics, mtp_labels
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import moe_config
 from trainer.ops.dropout import DropoutKey

@@ -1,11 +1,11 @@
 """How far rounding may move a tensor: the bound of a comparison.
 
-A product of n terms whose factors are rounded to a dtype with unit roundoff u, and which is summed in float32, is off by
-about u + u32 sqrt(n) of its norm, because the errors of the terms have random signs (Higham and Mary 2019, "A new
+A product of n terms whose factors are rounded to a dtype with unit roundoff u, and which is summed in float32, is off
+by about u + u32 sqrt(n) of its norm, because the errors of the terms have random signs (Higham and Mary 2019, "A new
 approach to probabilistic rounding error analysis"). A sublayer adds such errors to the residual stream, so after d
 sublayers they have grown by sqrt(d). The backward pass goes through all sublayers and back. `MARGIN` covers the few
-roundings of a sublayer and the exponential of the attention, which a clean run does not exceed; `scripts/check_trace.py`
-measures that.
+roundings of a sublayer and the exponential of the attention, which a clean run does not exceed:
+`scripts/check_trace.py` measures that.
 
 Each later step begins with weights that differ: AdamW moves a weight by the learning rate, whatever the size of its
 gradient, so where the gradient is nothing but rounding, two runs move it apart by twice that.

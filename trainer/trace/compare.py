@@ -13,7 +13,7 @@ from trainer.errors import UserError
 from trainer.trace.bounds import UNIT_ROUNDOFFS, Rounding
 from trainer.trace.folder import Trace, Union, layer_of, position, unite
 from trainer.trace.record import Key, Piece
-from trainer.trace.sketch import Summary, as_numbers, deviation, join_summaries
+from trainer.trace.sketch import Summary, as_numbers, cell_bounds, deviation, join_summaries
 
 _CHUNK = 1 << 20  # numbers of a file that are in memory at once
 _STATISTICS = 1e-6
@@ -230,7 +230,7 @@ class _Comparer:
     # Routers: where two experts are nearly as good, rounding decides, and the output of the layer changes for a token.
 
     def _flipped(self) -> dict[tuple[int, int, str], float]:
-        """Returns the share of tokens with other experts by step, layer and sequence, as far as rounding explains it."""
+        """Returns the share of tokens with other experts by step, layer and sequence, up to what rounding explains."""
         flipped = {}
         for key, pieces in self.found.pieces.items():
             layer = layer_of(key.name)
@@ -249,7 +249,7 @@ class _Comparer:
         return min(0.5, _FEW_TOKENS / tokens + _FLIPS / 6 * choices * rounding)
 
     def _flips_before(self, key: Key, layer: int | None) -> float:
-        """Returns the share of tokens whose experts have changed before a tensor; all sequences have a share of some."""
+        """Returns the share of tokens whose experts have changed before a tensor."""
         if not self.flipped or key.kind == "weight":
             return 0.0
         chosen = [
@@ -285,8 +285,6 @@ def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece], found: Union) 
 
 def _covers(piece: Piece, cells: np.ndarray) -> bool:
     """Returns whether cells have all numbers of a piece."""
-    from trainer.trace.sketch import cell_bounds
-
     rows, columns = (np.diff(cell_bounds(size)) for size in piece.place.shape)
     return bool(np.outer(rows, columns)[cells].sum() == piece.place.size)
 

@@ -29,7 +29,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
             lines.append(f"closest      {row_text(closest)}")
     if any(row.by_statistics for row in comparison.rows):
         count = sum(row.by_statistics for row in comparison.rows)
-        lines.append(f"statistics   {count} tensors were compared by norm and mean alone, which show less: dump tensors")
+        lines.append(f"statistics   {count} tensors were compared by norm and mean alone, which show less")
     lines += _not_compared("right", comparison.only_right)
     lines += _not_compared("other", comparison.only_found)
     lines += _not_compared("dump", [f"{name}: {why}" for name, why in found.unmatched.items()])
@@ -86,4 +86,3 @@ def _listed(ranks: Sequence[int]) -> str:
     if len(ranks) > _LISTED:
         return f"{shown}, ..."
     return shown
-

@@ -78,7 +78,7 @@ def is_msprobe_dump(folder: Path) -> bool:
 
 def _step_folders(folder: Path) -> dict[int, Path]:
     roots = [folder, folder / "pynative"]
-    found = {}
+    found: dict[int, Path] = {}
     for root in roots:
         for path in sorted(root.glob("step*")):
             match = _FOLDER.fullmatch(path.name)
@@ -306,11 +306,11 @@ class _Step:
             array = np.lib.format.open_memmap(file, "r")
             summary = summarize(array.reshape(-1, place.columns[1] - place.columns[0]), place)
         else:
-            numbers = [_number(tensor.get(name)) for name in ("Max", "Min", "Mean", "Norm")]
+            largest, smallest, mean, norm = (_number(tensor.get(name)) for name in ("Max", "Min", "Mean", "Norm"))
             if tensor.get("Norm") is None:
                 _leave_out(self.trace, key.name, "has no statistics")
                 return
-            summary = Summary(place.size, *numbers)
+            summary = Summary(place.size, largest, smallest, mean, norm)
         self.trace.add([Piece(key, rank.rank, place, _dtype(tensor), summary)])
 
     def _file(self, rank: _Rank, tensor: Mapping[str, Any]) -> Path | None:
@@ -445,4 +445,3 @@ def _divided(summary: Summary, factor: float) -> Summary:
         summary.size, summary.largest / factor, summary.smallest / factor, summary.mean / factor,
         summary.norm / factor, None, sketch,
     )  # fmt: skip
-

@@ -54,6 +54,7 @@ def draw_layers(comparison: Comparison) -> str:
         return ""
     first = min(layers)
     last = max(layers)
+    head = comparison.rounding.layers
     largest = max((min(ratio, 1 / _SMALLEST) for points in series.values() for _, ratio, _ in points), default=1.0)
     top = max(1.0, math.ceil(math.log10(max(largest, 1.0)) + 0.5))
     bottom = math.log10(_SMALLEST)
@@ -75,15 +76,16 @@ def draw_layers(comparison: Comparison) -> str:
         parts.append(f"<text x='{_LEFT - 8}' y='{y + 4:.1f}' text-anchor='end'>1e{power}</text>")
     step = max(1, (last - first + 1) // 16)
     for layer in range(first, last + 1, step):
-        parts.append(f"<text x='{x_of(layer):.1f}' y='{_HEIGHT - 18}' text-anchor='middle'>{_label(layer, last)}</text>")
+        label = _label(layer, head)
+        parts.append(f"<text x='{x_of(layer):.1f}' y='{_HEIGHT - 18}' text-anchor='middle'>{label}</text>")
     for (name, points), colour in zip(series.items(), _COLOURS, strict=False):
         line = " ".join(f"{x_of(layer):.1f},{y_of(ratio):.1f}" for layer, ratio, _ in points)
         parts.append(f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='2'/>")
         for layer, ratio, deviation in points:
-            title = html.escape(f"{name}, layer {_label(layer, last)}: deviation {deviation:.2e}, {ratio:.2g} of the bound")
-            parts.append(
-                f"<circle cx='{x_of(layer):.1f}' cy='{y_of(ratio):.1f}' r='4' fill='{colour}'><title>{title}</title></circle>"
-            )
+            measured = f"deviation {deviation:.2e}, {ratio:.2g} of the bound"
+            title = html.escape(f"{name}, layer {_label(layer, head)}: {measured}")
+            place = f"cx='{x_of(layer):.1f}' cy='{y_of(ratio):.1f}'"
+            parts.append(f"<circle {place} r='4' fill='{colour}'><title>{title}</title></circle>")
     for number, name in enumerate(series):
         parts.append(f"<text x='{_LEFT + 10 + 180 * number}' y='14' style='fill:{_COLOURS[number]}'>{name}</text>")
     caption = "largest deviation of a layer, relative to what rounding explains (dashed: 1)"
@@ -91,11 +93,11 @@ def draw_layers(comparison: Comparison) -> str:
     return "".join(parts)
 
 
-def _label(layer: int, last: int) -> str:
+def _label(layer: int, head: int) -> str:
     """Returns the label of a layer; before and behind the layers are the embedding and the head."""
     if layer < 0:
         return "embedding"
-    if layer == last:
+    if layer == head:
         return "head"
     return str(layer)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.monitors.files import make_folder, write_failure, write_text
-from trainer.trace.sketch import SKETCH_SIZE, Place, Summary, as_numbers, summarize
+from trainer.trace.sketch import BUCKETS, CELLS, SKETCH_SIZE, Place, Summary, as_numbers, summarize
 
 FORMAT = 1
 MANIFEST = "trace.json"
@@ -56,7 +56,6 @@ class Piece:
         scale: The norm of the numbers whose rounding shows in these, where it is larger than their own: a sublayer's
             output is what it adds to the residual stream.
         file: The numbers, as .npy; None: only their summary.
-        transposed: Whether the file has the first two axes the other way round.
     """
 
     key: Key
@@ -175,7 +174,7 @@ def read_pieces(folder: Path, rank: int) -> Iterator[Piece]:
     path = folder / SKETCHES
     count = path.stat().st_size // _SKETCH_BYTES if path.is_file() else 0
     if count:
-        sketches = np.memmap(path, np.float64, "r", shape=(count, *_sketch_shape()))
+        sketches = np.memmap(path, np.float64, "r", shape=(count, CELLS, CELLS, BUCKETS))
     with open(folder / PIECES, encoding="utf-8") as lines:
         for number, line in enumerate(lines):
             if not line.endswith("\n"):
@@ -186,17 +185,13 @@ def read_pieces(folder: Path, rank: int) -> Iterator[Piece]:
             yield _piece(json.loads(line), rank, folder, sketch)
 
 
-def _sketch_shape() -> tuple[int, int, int]:
-    from trainer.trace.sketch import BUCKETS, CELLS
-
-    return CELLS, CELLS, BUCKETS
-
-
 def _piece(line: Mapping[str, Any], rank: int, folder: Path, sketch: np.ndarray | None) -> Piece:
     rows = tuple((start, stop) for start, stop in line["rows"])
     place = Place(tuple(line["shape"]), rows, tuple(line["columns"]))
-    numbers = [math.nan if line[name] is None else line[name] for name in ("max", "min", "mean", "norm")]
-    summary = Summary(place.size, *numbers, line["crc32"], sketch)
+    largest, smallest, mean, norm = (
+        math.nan if line[name] is None else float(line[name]) for name in ("max", "min", "mean", "norm")
+    )
+    summary = Summary(place.size, largest, smallest, mean, norm, line["crc32"], sketch)
     file = None
     if "file" in line:
         file = folder / line["file"]

@@ -22,7 +22,7 @@ def compare_folders(right: Path, found: Path, write: Callable[[str], None]) -> i
         other = read_dump(found, trace)
         factor = scale_gradients(other, trace)
         if factor is not None and abs(factor - 1) > _SAME_SCALE:
-            write(f"gradients    those of the dump are {factor:.6g} times the right ones, and compared without this factor")
+            write(f"gradients    those of the dump are {factor:.6g} times the right ones; compared without this factor")
     else:
         other = read_trace(found, "flag --against")
     comparison = compare_traces(trace, other)

@@ -201,8 +201,9 @@ def join_summaries(parts: Sequence[Summary]) -> Summary:
         return parts[0]
     size = sum(part.size for part in parts)
     sketch = None
-    if all(part.sketch is not None for part in parts):
-        sketch = np.sum([part.sketch for part in parts], axis=0)
+    sketches = [part.sketch for part in parts if part.sketch is not None]
+    if len(sketches) == len(parts):
+        sketch = np.sum(sketches, axis=0)
     return Summary(
         size,
         max(part.largest for part in parts),
