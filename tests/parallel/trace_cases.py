@@ -350,12 +350,12 @@ def compare_case(folder: Path, case: Case) -> Comparison:
 
 def problem_of(case: Case, comparison: Comparison) -> str:
     """Returns why a comparison has not found what it must; "" if it has."""
-    beyond = comparison.beyond
+    beyond = comparison.differing
     fault = case.fault
     if fault is None:
         return f"alarm: {row_text(beyond[0])}" if beyond else ""
     if fault.kind == "lost rank":
-        return "" if set(comparison.found.lost) == {fault.rank} else "the lost rank is not named"
+        return "" if set(comparison.other.lost) == {fault.rank} else "the lost rank is not named"
     if not beyond:
         return "nothing found"
     first = beyond[0]

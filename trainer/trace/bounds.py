@@ -62,10 +62,10 @@ class Rounding:
         unit_stored = min(UNIT_ROUNDOFFS.get(stored, UNIT_ROUNDOFFS["float32"]), UNIT_ROUNDOFFS[self.dtype])
         moved = sum(self.learning_rates[: key.step - 1])
         if key.kind == "weight":
-            own = 0.0
+            drift = 0.0
             if summary.norm:
-                own = 2 * moved * math.sqrt(summary.size) / summary.norm
-            return 2 * unit_stored + own
+                drift = 2 * moved * math.sqrt(summary.size) / summary.norm
+            return 2 * unit_stored + drift
         depth = self.depth(key, layer)
         bound = MARGIN * self.unit * math.sqrt(depth)
         if key.kind == "gradient" and any(part in key.name for part in _STEEP):
@@ -77,8 +77,10 @@ class Rounding:
     def depth(self, key: Key, layer: int | None) -> int:
         """Returns how many sublayers, forward and backward, the numbers of a tensor have passed."""
         sublayers = 2 * self.layers + 2
-        if key.kind in ("loss", "norm"):
-            return sublayers if key.kind == "loss" else 2 * sublayers
+        if key.kind == "loss":
+            return sublayers
+        if key.kind == "norm":
+            return 2 * sublayers
         before = 0
         if layer is not None:
             before = 2 * layer + 2

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.trace.bounds import UNIT_ROUNDOFFS, Rounding
-from trainer.trace.folder import Trace, Union, layer_of, position, unite
+from trainer.trace.folder import Trace, Union, layer_of, position, right_keys, unite
 from trainer.trace.record import Key, Piece
 from trainer.trace.sketch import Summary, as_numbers, cell_bounds, deviation, join_summaries
 
@@ -28,7 +28,7 @@ class LargestDifference(NamedTuple):
     row: int
     column: int
     right: float
-    found: float
+    other: float
 
 
 @dataclass(frozen=True)
@@ -68,36 +68,36 @@ class Comparison:
     """The result of a comparison; rows are in the order in which a step computes.
 
     Attributes:
-        only_right, only_found: Names of tensors, with their kinds, that one trace alone has.
+        only_right, only_other: Names of tensors, with their kinds, that one trace alone has.
     """
 
     right: Trace
-    found: Trace
+    other: Trace
     rounding: Rounding
     rows: Sequence[Row]
     only_right: Sequence[str]
-    only_found: Sequence[str]
+    only_other: Sequence[str]
 
     @property
-    def beyond(self) -> list[Row]:
+    def differing(self) -> list[Row]:
         """Returns the rows that rounding does not explain."""
         return [row for row in self.rows if row.is_beyond]
 
 
-def compare_traces(right: Trace, found: Trace) -> Comparison:
+def compare_traces(right: Trace, other: Trace) -> Comparison:
     """Compares a trace with one whose numbers are right.
 
     Raises:
         UserError: They have no tensor in common, or no sequence of the batch.
     """
-    rounding = _rounding(right, found)
-    comparer = _Comparer(right, found, rounding)
-    keys = sorted(set(found.pieces), key=position)
+    rounding = _rounding(right, other)
+    comparer = _Comparer(right, other, rounding)
+    keys = sorted(set(other.pieces), key=position)
     common = [key for key in keys if comparer.has_right(key)]
     if not any(key.kind == "activation" for key in common) and any(key.kind == "activation" for key in keys):
         rule = "no sequence of the batch is in both traces, so that nothing that a layer computes can be compared"
         fix = "give both runs the same data, seed, and sequences of a step: batch_size x accumulation x replicas"
-        raise UserError(rule, where="flag --against", value=str(found.folder), fix=fix)
+        raise UserError(rule, where="flag --against", value=str(other.folder), fix=fix)
     by_tensor: dict[tuple[int, str, str], list[Row]] = {}
     for key in common:
         by_tensor.setdefault(key[:3], []).append(comparer.compare(key))
@@ -106,15 +106,15 @@ def compare_traces(right: Trace, found: Trace) -> Comparison:
     steps = {key.step for key in keys}
     tensors = {key[:3] for key in right.pieces if key.step in steps}
     only_right = {f"{kind} {name}" for _, kind, name in tensors - by_tensor.keys()}
-    only_found = {f"{key.kind} {key.name}" for key in keys} - {f"{row.key.kind} {row.key.name}" for row in rows}
-    return Comparison(right, found, rounding, rows, sorted(only_right), sorted(only_found))
+    only_other = {f"{key.kind} {key.name}" for key in keys} - {f"{row.key.kind} {row.key.name}" for row in rows}
+    return Comparison(right, other, rounding, rows, sorted(only_right), sorted(only_other))
 
 
-def _rounding(right: Trace, found: Trace) -> Rounding:
+def _rounding(right: Trace, other: Trace) -> Rounding:
     """Returns what is known about the rounding of both runs."""
     facts = right.facts
-    dtypes = [facts["compute_dtype"], found.facts.get("compute_dtype", facts["compute_dtype"])]
-    rates = [trace.facts.get("learning_rates", []) for trace in (right, found)]
+    dtypes = [facts["compute_dtype"], other.facts.get("compute_dtype", facts["compute_dtype"])]
+    rates = [trace.facts.get("learning_rates", []) for trace in (right, other)]
     smallest = math.inf
     for key, pieces in right.pieces.items():
         summary = pieces[0].summary
@@ -141,56 +141,53 @@ def _worst(rows: Sequence[Row]) -> Row:
 class _Comparer:
     """Compares tensors of two traces."""
 
-    def __init__(self, right: Trace, found: Trace, rounding: Rounding) -> None:
+    def __init__(self, right: Trace, other: Trace, rounding: Rounding) -> None:
         self.right = right
-        self.found = found
+        self.other = other
         self.rounding = rounding
         self.flipped = self._flipped()
 
     def has_right(self, key: Key) -> bool:
         """Returns whether the right trace has a tensor, or all sequences of a batch of it."""
-        return all(part in self.right.pieces for part in self._right_keys(key))
-
-    def _right_keys(self, key: Key) -> list[Key]:
-        if key in self.right.pieces:
-            return [key]
-        return [key._replace(sequence=sequence) for sequence in key.sequence.split("+")]
+        return all(part in self.right.pieces for part in right_keys(key, self.right))
 
     def _right_union(self, key: Key) -> Union:
-        unions = [unite(self.right.pieces[part]) for part in self._right_keys(key)]
+        unions = [unite(self.right.pieces[part]) for part in right_keys(key, self.right)]
         if len(unions) == 1:
             return unions[0]
         joined = join_summaries([union.summary for union in unions])
         scales = [union.scale for union in unions if union.scale is not None]
-        scale = math.hypot(*scales) if scales else None
+        scale = None
+        if scales:
+            scale = math.hypot(*scales)
         is_complete = all(union.is_complete for union in unions)
         return Union(replace(joined, sketch=None), [], is_complete, scale)
 
     def compare(self, key: Key) -> Row:
         """Compares a tensor."""
         right = self._right_union(key)
-        pieces = self.found.pieces[key]
-        found = unite(pieces)
+        pieces = self.other.pieces[key]
+        other = unite(pieces)
         layer = layer_of(key.name)
         holders = tuple(sorted({piece.rank for piece in pieces}))
         bound = self._bound(key, layer, right, pieces)
-        if not found.is_complete:
+        if not other.is_complete:
             ranks, text = self._lost_ranks(key, pieces)
             return Row(key, layer, math.inf, bound, ranks, holders, (1, 1), text)
         if not right.is_complete:
             text = "the right trace lacks numbers of it"
             return Row(key, layer, math.inf, bound, (), holders, (1, 1), text)
         if key.kind == "choice":
-            share = _flip_share(right.distinct, found.distinct)
+            share = _flip_share(right.distinct, other.distinct)
             return Row(key, layer, share, self._flip_bound(key, layer, right), holders, holders)
-        by_statistics = right.summary.sketch is None or found.summary.sketch is None
+        by_statistics = right.summary.sketch is None or other.summary.sketch is None
         if by_statistics:  # the other program has computed them, in float32 or in the dtype of the tensor
             bound += 2 * max(UNIT_ROUNDOFFS.get(piece.dtype, 0.0) for piece in pieces) + _STATISTICS
-        measured = deviation(right.summary, found.summary)
+        measured = deviation(right.summary, other.summary)
         ranks = holders
         by_rank = {}
         if not by_statistics:
-            by_rank = _deviations_of_ranks(right.summary, pieces, found)
+            by_rank = _deviations_of_ranks(right.summary, pieces, other)
             worst = max(by_rank.values(), default=0.0)
             if len(holders) > 1 and len(by_rank) == len(holders) and worst > bound:
                 ranks = tuple(rank for rank, one in sorted(by_rank.items()) if one > bound)
@@ -214,14 +211,14 @@ class _Comparer:
         axes = ["pipeline", "data"]
         if key.kind in ("weight", "gradient"):
             axes = ["pipeline"]
-        where = {tuple(self.found.coordinates[rank][axis] for axis in axes) for rank in having
-                 if self.found.coordinates.get(rank)}  # fmt: skip
+        where = {tuple(self.other.coordinates[rank][axis] for axis in axes) for rank in having
+                 if self.other.coordinates.get(rank)}  # fmt: skip
         lacking = [
             rank
-            for rank, coordinate in self.found.coordinates.items()
+            for rank, coordinate in self.other.coordinates.items()
             if coordinate and rank not in having and tuple(coordinate[axis] for axis in axes) in where
         ]
-        lacking += [rank for rank in self.found.lost if rank not in having]
+        lacking += [rank for rank in self.other.lost if rank not in having]
         if not lacking:
             return tuple(sorted(having)), "its shards do not make up the tensor"
         names = ", ".join(map(str, sorted(lacking)))
@@ -232,14 +229,14 @@ class _Comparer:
     def _flipped(self) -> dict[tuple[int, int, str], float]:
         """Returns the share of tokens with other experts by step, layer and sequence, up to what rounding explains."""
         flipped = {}
-        for key, pieces in self.found.pieces.items():
+        for key, pieces in self.other.pieces.items():
             layer = layer_of(key.name)
             if key.kind != "choice" or layer is None or key not in self.right.pieces:
                 continue
             right = unite(self.right.pieces[key])
-            found = unite(pieces)
-            if right.is_complete and found.is_complete:
-                share = _flip_share(right.distinct, found.distinct)
+            other = unite(pieces)
+            if right.is_complete and other.is_complete:
+                share = _flip_share(right.distinct, other.distinct)
                 flipped[key.step, layer, key.sequence] = min(share, self._flip_bound(key, layer, right))
         return flipped
 
@@ -265,7 +262,7 @@ class _Comparer:
         return sum(chosen) / max(1, len(sequences))
 
 
-def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece], found: Union) -> dict[int, float]:
+def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece], other: Union) -> dict[int, float]:
     """Returns how much the numbers of each rank differ; a rank whose numbers cannot be told apart is missing."""
     by_rank: dict[int, float] = {}
     for piece in pieces:
@@ -308,9 +305,9 @@ def open_array(piece: Piece) -> np.ndarray:
     return array.reshape(rows, -1)
 
 
-def _flip_share(right: Sequence[Piece], found: Sequence[Piece]) -> float:
+def _flip_share(right: Sequence[Piece], other: Sequence[Piece]) -> float:
     """Returns the share of tokens for which another set of experts was chosen; 1 where it is not known."""
-    arrays = _assemble(right), _assemble(found)
+    arrays = _assemble(right), _assemble(other)
     if arrays[0] is None or arrays[1] is None or arrays[0].shape != arrays[1].shape:
         return 1.0
     return float(np.any(arrays[0] != arrays[1], axis=1).mean())
@@ -322,20 +319,20 @@ def _largest_difference(
     """Finds the element in which the named ranks' tensor differs most; reads both files in chunks."""
     if len(right) != 1 or right[0].file is None or not right[0].place.is_whole:
         return None
-    whole = open_array(right[0])
+    unsharded = open_array(right[0])
     best: LargestDifference | None = None
     most = -1.0
     for piece in pieces:
         if piece.file is None or piece.rank not in ranks:
             continue
-        found = open_array(piece)
+        other = open_array(piece)
         rows = piece.place.row_indices()
         columns = slice(*piece.place.columns)
-        step = max(1, _CHUNK // max(1, found.shape[1]))
+        step = max(1, _CHUNK // max(1, other.shape[1]))
         for start in range(0, len(rows), step):
             chunk = rows[start : start + step]
-            theirs = as_numbers(found[start : start + step])
-            ours = as_numbers(whole[chunk[0] : chunk[-1] + 1])[chunk - chunk[0], columns]
+            theirs = as_numbers(other[start : start + step])
+            ours = as_numbers(unsharded[chunk[0] : chunk[-1] + 1])[chunk - chunk[0], columns]
             gaps = np.nan_to_num(np.abs(theirs - ours), nan=np.inf)
             at = int(gaps.argmax())
             row, column = divmod(at, gaps.shape[1])

@@ -93,13 +93,20 @@ def unite(pieces: Sequence[Piece]) -> Union:
         by_place.setdefault(piece.place, piece)
     distinct = [piece for piece in by_place.values() if piece.place.is_whole][:1] or list(by_place.values())
     summary = join_summaries([piece.summary for piece in distinct])
-    whole = distinct[0].place.shape
-    is_complete = summary.size == whole[0] * whole[1]
+    rows, columns = distinct[0].place.shape
+    is_complete = summary.size == rows * columns
     scales = [piece.scale for piece in distinct if piece.scale is not None]
     scale = None
     if scales:
         scale = float(np.sqrt(np.sum(np.square(scales))))
     return Union(summary, distinct, is_complete, scale)
+
+
+def right_keys(key: Key, right: Trace) -> list[Key]:
+    """Returns the tensors of the right trace that a tensor is compared with: itself, or that of each sequence."""
+    if key in right.pieces:
+        return [key]
+    return [key._replace(sequence=sequence) for sequence in key.sequence.split("+")]
 
 
 def layer_of(name: str) -> int | None:

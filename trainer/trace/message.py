@@ -13,9 +13,9 @@ _LISTED = 8
 
 def comparison_lines(comparison: Comparison) -> list[str]:
     """Returns the result in lines: the verdict, the first difference and the next ones, and what was not compared."""
-    found = comparison.found
-    beyond = comparison.beyond
-    lines = [f"lost         rank {rank} {text}" for rank, text in sorted(found.lost.items())]
+    other = comparison.other
+    beyond = comparison.differing
+    lines = [f"lost         rank {rank} {text}" for rank, text in sorted(other.lost.items())]
     if beyond:
         lines.append(f"first        {row_text(beyond[0])}")
         lines += [f"next         {row_text(row)}" for row in beyond[1 : 1 + _NEXT]]
@@ -31,8 +31,8 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         count = sum(row.by_statistics for row in comparison.rows)
         lines.append(f"statistics   {count} tensors were compared by norm and mean alone, which show less")
     lines += _not_compared("right", comparison.only_right)
-    lines += _not_compared("other", comparison.only_found)
-    lines += _not_compared("dump", [f"{name}: {why}" for name, why in found.unmatched.items()])
+    lines += _not_compared("other", comparison.only_other)
+    lines += _not_compared("dump", [f"{name}: {why}" for name, why in other.unmatched.items()])
     return lines
 
 
@@ -68,7 +68,7 @@ def row_text(row: Row) -> str:
         text += f", {beyond} of {sequences} sequences"
     if row.largest is not None:
         place = f"row {row.largest.row}, column {row.largest.column}"
-        text += f"; most at {place}: {row.largest.found:.6g}, right is {row.largest.right:.6g}"
+        text += f"; most at {place}: {row.largest.other:.6g}, right is {row.largest.right:.6g}"
     return text
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.parallel.sharding import shard_range
-from trainer.trace.folder import Trace, layer_of
+from trainer.trace.folder import Trace, layer_of, right_keys
 from trainer.trace.record import Key, Kind, Piece
 from trainer.trace.sketch import Place, Summary, matrix_shape, summarize
 
@@ -78,13 +78,13 @@ def is_msprobe_dump(folder: Path) -> bool:
 
 def _step_folders(folder: Path) -> dict[int, Path]:
     roots = [folder, folder / "pynative"]
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     for root in roots:
         for path in sorted(root.glob("step*")):
             match = _FOLDER.fullmatch(path.name)
             if match and any(path.glob("*/dump.json")):
-                found.setdefault(int(match[1]), path)
-    return dict(sorted(found.items()))
+                folders.setdefault(int(match[1]), path)
+    return dict(sorted(folders.items()))
 
 
 def read_dump(folder: Path, right: Trace) -> Trace:
@@ -201,8 +201,8 @@ class _Step:
         """Returns the first layer of each rank; stages may count their layers from 0."""
         layers: dict[int, list[int]] = {}
         for rank in self.ranks:
-            found = {layer for entry in rank.entries if (layer := layer_of(entry.name)) is not None}
-            layers[rank.rank] = sorted(found)
+            numbers = {layer for entry in rank.entries if (layer := layer_of(entry.name)) is not None}
+            layers[rank.rank] = sorted(numbers)
         counts = {len(each) for each in layers.values() if each}
         total = self.right.facts["layers"]
         if len(counts) != 1 or total % (count := counts.pop()) or count == total:
@@ -251,16 +251,16 @@ class _Step:
                 why = "one matrix there, several in the right trace"
             _leave_out(self.trace, name, why)
             return
-        whole = self.right.pieces[key][0].place.shape
+        full = self.right.pieces[key][0].place.shape
         local = matrix_shape(_shape(tensor) or ())
-        ranges = [(0, whole[0]), (0, whole[1])]
+        ranges = [(0, full[0]), (0, full[1])]
         for axis in (0, 1):
-            if local[axis] != whole[axis]:
-                part = shard_range(whole[axis], tensor_rank, self.tensor)
+            if local[axis] != full[axis]:
+                part = shard_range(full[axis], tensor_rank, self.tensor)
                 ranges[axis] = (part.start, part.stop)
-        place = Place(whole, (ranges[0],), ranges[1])
+        place = Place(full, (ranges[0],), ranges[1])
         if place.size != math.prod(local):
-            _leave_out(self.trace, name, f"of shape {list(local)}, where the right one is {list(whole)}")
+            _leave_out(self.trace, name, f"of shape {list(local)}, where the right one is {list(full)}")
             return
         self._add(rank, key, tensor, place)
 
@@ -277,17 +277,17 @@ class _Step:
             part = shard_range(width, tensor_rank, self.tensor)
             columns = (part.start, part.stop)
         rows = math.prod(shape[:-1])
-        whole_rows = rows
+        all_rows = rows
         if rows % self.length and rows * self.tensor % self.length == 0:
-            whole_rows = rows * self.tensor  # sequence parallelism
-        count = whole_rows // self.length
+            all_rows = rows * self.tensor  # sequence parallelism
+        count = all_rows // self.length
         sequences = self.sequences[order * count : (order + 1) * count]
         if shape[-1] != columns[1] - columns[0] or len(sequences) != count or not count:
             why = f"of shape {list(shape)}, which is no whole micro-batch of sequences of {self.length} tokens"
             _leave_out(self.trace, name, why)
             return
         file = self._file(rank, tensor)
-        if file is not None and whole_rows == rows:
+        if file is not None and all_rows == rows:
             for number, sequence in enumerate(sequences):
                 array = _sequence_rows(np.lib.format.open_memmap(file, "r"), number, count, self.length)
                 place = Place((self.length, width), ((0, self.length),), columns)
@@ -295,9 +295,9 @@ class _Step:
                 self.trace.add([Piece(key, rank.rank, place, _dtype(tensor), summarize(array, place))])
             return
         start = 0
-        if whole_rows != rows:
+        if all_rows != rows:
             start = tensor_rank * rows
-        place = Place((whole_rows, width), ((start, start + rows),), columns)
+        place = Place((all_rows, width), ((start, start + rows),), columns)
         self._add(rank, Key(self.step, kind, name, "+".join(sequences)), tensor, place)
 
     def _add(self, rank: _Rank, key: Key, tensor: Mapping[str, Any], place: Place) -> None:
@@ -318,7 +318,9 @@ class _Step:
         if not isinstance(name, str) or not name.endswith(".npy") or "/" in name:
             return None
         path = rank.folder / "dump_tensor_data" / name
-        return path if path.is_file() else None
+        if path.is_file():
+            return path
+        return None
 
 
 def _sequences_in_order(right: Trace, step: int) -> list[str]:
@@ -383,8 +385,8 @@ def _first(values: Any) -> Mapping[str, Any] | None:
     for value in values:
         if isinstance(value, dict) and "shape" in value and value["shape"]:
             return value
-        if isinstance(value, list) and (found := _first(value)) is not None:
-            return found
+        if isinstance(value, list) and (tensor := _first(value)) is not None:
+            return tensor
     return None
 
 
@@ -421,16 +423,14 @@ def scale_gradients(trace: Trace, right: Trace) -> float | None:
     ratios = []
     for key, pieces in trace.pieces.items():
         if key.kind in ("activation gradient", "gradient"):
-            parts = [key] if key in right.pieces else [
-                key._replace(sequence=sequence) for sequence in key.sequence.split("+")
-            ]  # fmt: skip
+            parts = right_keys(key, right)
             if all(part in right.pieces for part in parts) and pieces[0].place.is_whole:
                 norm = math.hypot(*(right.pieces[part][0].summary.norm for part in parts))
                 if norm > 0 and math.isfinite(pieces[0].summary.norm):
                     ratios.append(pieces[0].summary.norm / norm)
-    factor = float(np.median(ratios)) if ratios else None
-    if not factor:
+    if not ratios:
         return None
+    factor = float(np.median(ratios))
     for key, pieces in trace.pieces.items():
         if key.kind in ("activation gradient", "gradient"):
             trace.pieces[key] = [replace(piece, summary=_divided(piece.summary, factor)) for piece in pieces]

@@ -134,6 +134,7 @@ class _MicroBatch:
             for rows in zip(batch.input_ids, batch.labels, batch.segment_ids, strict=True)
         ]
         self.rows_N = np.arange(batch.input_ids.size)
+        self.is_part = inputs.rows is not None
         if inputs.rows is not None:
             self.rows_N = inputs.rows
         self.tensor = owner.step.model.tensor
@@ -204,7 +205,9 @@ class _MicroBatch:
                 self.add("activation", layer_prefix(layer) + name, array, dtype, width=width)
 
     def loss(self, head: int, sum_: Tensor) -> None:
-        """Writes the sum of the token losses of the micro-batch."""
+        """Writes the sum of the token losses of the micro-batch; context-parallel ranks have only parts of it."""
+        if self.is_part:
+            return
         name = "loss_sum"
         if head:
             name = f"loss_sum.mtp_{head}"

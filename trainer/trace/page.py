@@ -30,15 +30,15 @@ _STYLE = (
 
 def write_page(comparison: Comparison, folder: Path) -> Path:
     """Writes trace.html into a folder and returns its path."""
-    beyond = comparison.beyond
+    beyond = comparison.differing
     verdict = "Rounding explains every difference."
     if beyond:
         verdict = f"First difference: {row_text(beyond[0])}."
-    found = html.escape(str(comparison.found.folder))
+    other = html.escape(str(comparison.other.folder))
     right = html.escape(str(comparison.right.folder))
     page = (
         f"<!doctype html><meta charset='utf-8'><title>trace</title><style>{_STYLE}</style>"
-        f"<h1>{found}</h1><p>compared with {right}</p><p><b>{html.escape(verdict)}</b></p>"
+        f"<h1>{other}</h1><p>compared with {right}</p><p><b>{html.escape(verdict)}</b></p>"
         f"{draw_layers(comparison)}{_table(comparison)}"
     )
     path = folder / PAGE
@@ -60,9 +60,11 @@ def draw_layers(comparison: Comparison) -> str:
     bottom = math.log10(_SMALLEST)
 
     def x_of(layer: int) -> float:
+        """Returns the place of a layer from the left."""
         return _LEFT + (_WIDTH - _LEFT - 20) * (layer - first + 0.5) / (last - first + 1)
 
     def y_of(ratio: float) -> float:
+        """Returns the place of a deviation from the top; those outside of the chart are on its edge."""
         height = math.log10(min(max(ratio, _SMALLEST), 10**top))
         return 20 + (_HEIGHT - _BOTTOM - 20) * (top - height) / (top - bottom)
 
@@ -104,12 +106,14 @@ def _label(layer: int, head: int) -> str:
 
 def _table(comparison: Comparison) -> str:
     cells = ["<table><tr><th>tensor</th><th>deviation</th><th>bound</th><th>ranks</th></tr>"]
-    rows: Sequence = comparison.beyond or sorted(
+    rows: Sequence = comparison.differing or sorted(
         comparison.rows, key=lambda row: row.deviation / row.bound, reverse=True
     )
     for row in rows[:_ROWS]:
         name = html.escape(f"step {row.key.step}, {row.key.kind} {row.key.name}")
-        mark = " class='beyond'" if row.is_beyond else ""
+        mark = ""
+        if row.is_beyond:
+            mark = " class='beyond'"
         ranks = ", ".join(map(str, row.ranks or row.holders))
         measured = html.escape(row.lost) or f"{row.deviation:.2e}"
         cells.append(f"<tr{mark}><td>{name}</td><td>{measured}</td><td>{row.bound:.2e}</td><td>{ranks}</td></tr>")

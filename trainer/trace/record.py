@@ -129,7 +129,9 @@ class TraceWriter:
 
 def _finite(number: float) -> float | None:
     """Returns a number for JSON, which has no infinity and no NaN."""
-    return float(number) if math.isfinite(number) else None
+    if math.isfinite(number):
+        return float(number)
+    return None
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -160,19 +162,21 @@ def read_manifest(folder: Path, where: str) -> dict[str, Any]:
 
 def rank_folders(folder: Path) -> dict[int, Path]:
     """Returns the folders of the ranks that have written one, complete or not."""
-    found = {}
+    folders = {}
     for path in folder.glob("rank-*"):
         number = path.name.removeprefix("rank-")
         if number.isdecimal() and (path / PIECES).is_file():
-            found[int(number)] = path
-    return dict(sorted(found.items()))
+            folders[int(number)] = path
+    return dict(sorted(folders.items()))
 
 
 def read_pieces(folder: Path, rank: int) -> Iterator[Piece]:
     """Yields the pieces of a rank; a last line that was being written is left out. The sketches stay on disk."""
     sketches = None
     path = folder / SKETCHES
-    count = path.stat().st_size // _SKETCH_BYTES if path.is_file() else 0
+    count = 0
+    if path.is_file():
+        count = path.stat().st_size // _SKETCH_BYTES
     if count:
         sketches = np.memmap(path, np.float64, "r", shape=(count, CELLS, CELLS, BUCKETS))
     with open(folder / PIECES, encoding="utf-8") as lines:
@@ -188,9 +192,8 @@ def read_pieces(folder: Path, rank: int) -> Iterator[Piece]:
 def _piece(line: Mapping[str, Any], rank: int, folder: Path, sketch: np.ndarray | None) -> Piece:
     rows = tuple((start, stop) for start, stop in line["rows"])
     place = Place(tuple(line["shape"]), rows, tuple(line["columns"]))
-    largest, smallest, mean, norm = (
-        math.nan if line[name] is None else float(line[name]) for name in ("max", "min", "mean", "norm")
-    )
+    # JSON has no NaN: None stands for numbers that are not finite.
+    largest, smallest, mean, norm = (np.float64(line[name]).item() for name in ("max", "min", "mean", "norm"))
     summary = Summary(place.size, largest, smallest, mean, norm, line["crc32"], sketch)
     file = None
     if "file" in line:

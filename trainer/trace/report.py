@@ -15,20 +15,20 @@ from trainer.trace.page import write_page
 _SAME_SCALE = 0.01
 
 
-def compare_folders(right: Path, found: Path, write: Callable[[str], None]) -> int:
+def compare_folders(right: Path, other: Path, write: Callable[[str], None]) -> int:
     """Compares two folders and writes what differs; returns the exit code: 1 where rounding does not explain it."""
     trace = read_trace(right, "flag --output")
-    if is_msprobe_dump(found):
-        other = read_dump(found, trace)
+    if is_msprobe_dump(other):
+        other = read_dump(other, trace)
         factor = scale_gradients(other, trace)
         if factor is not None and abs(factor - 1) > _SAME_SCALE:
             write(f"gradients    those of the dump are {factor:.6g} times the right ones; compared without this factor")
     else:
-        other = read_trace(found, "flag --against")
+        other = read_trace(other, "flag --against")
     comparison = compare_traces(trace, other)
     for line in comparison_lines(comparison):
         write(line)
     write(f"picture      {write_page(comparison, right)}")
-    if comparison.beyond or comparison.found.lost:
+    if comparison.differing or comparison.other.lost:
         return EXIT_RUN_FAILED
     return EXIT_OK

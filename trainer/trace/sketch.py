@@ -84,7 +84,8 @@ def place_of_shard(spec: ShardSpec) -> Place:
     start, local = spec.shard
     rows, columns = matrix_shape(shape)
     if len(shape) < 2:
-        return Place((rows, 1), ((start[0], start[0] + local[0]),) if shape else ((0, 1),), (0, 1))
+        first = sum(start)  # a scalar has no axis
+        return Place((rows, 1), ((first, first + math.prod(local)),), (0, 1))
     inner = math.prod(shape[1:-1])
     first = start[0] * inner
     return Place(
@@ -173,7 +174,9 @@ def summarize(array: np.ndarray, place: Place) -> Summary:
         signs_CG = np.zeros((len(columns), _GROUPS))
         signs_CG[np.arange(len(columns)), columns] = column_signs
         sketch = _fold(partial_GC @ signs_CG)
-    norm = math.sqrt(squares) if math.isfinite(squares) else math.nan
+    norm = math.nan
+    if math.isfinite(squares):
+        norm = math.sqrt(squares)
     return Summary(place.size, largest, smallest, total / max(1, place.size), norm, checksum, sketch)
 
 
@@ -223,19 +226,22 @@ def deviation(ours: Summary, theirs: Summary, cells: np.ndarray | None = None) -
     Args:
         cells: Compare these cells only, bool [CELLS, CELLS]; both need sketches.
     """
-    if not (ours.is_finite and theirs.is_finite):
-        return 0.0 if cells is None and ours.checksum is not None and ours.checksum == theirs.checksum else math.inf
-    if ours.checksum is not None and ours.checksum == theirs.checksum and cells is None:
+    if cells is None and ours.checksum is not None and ours.checksum == theirs.checksum:
         return 0.0
+    if not (ours.is_finite and theirs.is_finite):
+        return math.inf
     if ours.sketch is None or theirs.sketch is None:
         return statistics_deviation(ours, theirs)
-    a, b = ours.sketch, theirs.sketch
     norm = max(ours.norm, theirs.norm)
+    a = ours.sketch
+    b = theirs.sketch
     if cells is not None:
-        a, b = a[cells], b[cells]
+        a = a[cells]
+        b = b[cells]
         norm = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
-    difference = float(np.linalg.norm(a - b))
-    return difference / norm if norm else 0.0
+    if not norm:
+        return 0.0
+    return float(np.linalg.norm(a - b)) / norm
 
 
 def statistics_deviation(ours: Summary, theirs: Summary) -> float:
