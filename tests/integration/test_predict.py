@@ -25,7 +25,7 @@ from trainer.data.tokens.chat_template import chatml
 from trainer.data.tokens.tokenizer import ByteTokenizer
 from trainer.errors import RunError, UserError
 from trainer.models.generate import Generator, Sampling, choose_token
-from trainer.run.chat import chat_config
+from trainer.run.chat import checkpoint_config
 from trainer.run.loop import run
 
 pytestmark = pytest.mark.slow
@@ -327,7 +327,8 @@ LONG = ("--model.model_config.max_position_embeddings", "4096", "--model.model_c
 def talk(monkeypatch: pytest.MonkeyPatch, home: Path, text: str | bytes, *arguments: object) -> int:
     """Runs chat with `text` as its standard input."""
     (home / "typed.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
-    config = chat_config(str(arguments[0]), None, split_arguments(list(map(str, arguments[1:]))).overrides)
+    overrides = split_arguments(list(map(str, arguments[1:]))).overrides
+    config = checkpoint_config(str(arguments[0]), None, overrides, "chat")
     with (home / "typed.txt").open(encoding="utf-8") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdin", stream)
         return run(config)

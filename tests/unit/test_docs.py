@@ -154,9 +154,9 @@ def check_command(words: list[str]) -> None:
     if name == "launch":
         check_job(read_options(words[1:]))
         return
-    if name == "chat":  # its checkpoint is there only after a run, and the configuration beside it
+    if name in ("chat", "eval"):  # the checkpoint is there only after a run, and the configuration beside it
         arguments = split_arguments(words[1:])
-        assert len(arguments.rest) == 1, words
+        assert len(arguments.rest) == 1 or (name == "eval" and arguments.config), words
         load_config(str(REPOSITORY / (arguments.config or "configs/quickstart.yaml")), arguments.overrides)
         return
     assert name in ("train", "plan", "data", "smoke", "sweep", "export", *WITHOUT_CONFIG), words

@@ -67,7 +67,10 @@ PANELS: dict[str, tuple[Flag, ...]] = {
              "Maximum number of sequences of each data set.", "INT", also="eval_dataset.data_loader.num_samples"),
         Flag("predict_data", "predict_data", "list", "predict: prompts, or a file of prompts.", "TEXT..."),
         Flag("predict_batch_size", "predict_batch_size", "value", "predict: prompts generated at once.", "INT"),
-        Flag("chat", "chat", "bool", "predict: render prompts with the chat template."),
+        Flag("chat", "chat", "bool", "predict, tasks: render prompts with the chat template."),
+        Flag("tasks", "lm_eval.tasks", "list", "eval: tasks of lm-eval, or task files.", "NAME..."),
+        Flag("num_fewshot", "lm_eval.num_fewshot", "value", "tasks: solved examples before a question.", "INT"),
+        Flag("limit", "lm_eval.limit", "value", "tasks: questions of each task.", "INT"),
     ),
     "Model": (
         Flag("model", "pretrained_model_dir", "value", "Folder of Hugging Face: sizes, weights, tokenizer.", "DIR"),

@@ -22,6 +22,7 @@ Options = Annotated[
     typer.Option("--options", help="Any other keys: a.b=c d.e=f.", metavar="KEY=VALUE", show_default=False),
 ]
 
+
 @contextmanager
 def gc_disabled() -> Iterator[None]:
     """Disables Python's cyclic collector, which would inspect many thousands of new objects that are not garbage."""

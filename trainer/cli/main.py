@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainer.cli.checkpoints import checkpoints
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, Flag, split_arguments
 from trainer.cli.loading import ConfigFile, Options, gc_disabled, load_file
 from trainer.cli.planning import planning
@@ -262,7 +263,6 @@ def _option(template: Any, name: str, text: str, metavar: str, panel: str | None
     return option
 
 
-_Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="The folder.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -275,24 +275,7 @@ def _train(context: typer.Context, config: ConfigFile = None, options: Options =
     return run(loaded)
 
 
-@app.command("chat")
-def _chat(context: typer.Context, checkpoint: _Checkpoint, config: ConfigFile = None, options: Options = None) -> int:
-    """Talks with the model of a checkpoint, with the chat template of its tokenizer.
-
-    The checkpoint is one of this trainer, a folder of them, or a model folder of Hugging Face. From a pipe each line is
-    a message.
-    """
-    from trainer.run.chat import chat_config
-
-    arguments: Arguments = context.obj
-    loaded = chat_config(checkpoint, arguments.config, arguments.overrides)
-    receive_signals_in_a_thread()
-    from trainer.run.loop import run
-
-    return run(loaded)
-
-
-app.registered_commands += planning.registered_commands
+app.registered_commands += [*checkpoints.registered_commands, *planning.registered_commands]
 
 
 @app.command("smoke")

@@ -100,7 +100,7 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, params
         if not dtypes:
             copies = _bytes(params.shapes) - weights + _merged_bytes(params)
         parts["text samples"] = copies + _sampling_bytes(config, params)
-    if config.run_mode in ("predict", "chat"):
+    if config.run_mode in ("predict", "chat") or config.tasks:
         parts["cache of a full context"] = _cache_bytes(config, device)
         copies = 0
         if device == "CPU" and not dtypes:
@@ -231,6 +231,8 @@ def _cache_bytes(config: Config, device: str) -> int:
     rows = 1
     if config.run_mode == "predict":
         rows = settings.batch_size
+    if config.tasks:
+        rows = config.runner_config.batch_size
     tokens = rows * (settings.max_decode_length or settings.seq_length)
     dtype = precision_of(config, device).compute.dtype
     numbers = tokens * settings.num_layers * sum(attention_spec(settings).cache_widths)

@@ -382,7 +382,7 @@ def _open_data(
     config: Config, backend: ExecutionMode, progress: Progress, notes: list[str]
 ) -> TrainingBatches | EvalBatches | None:
     """Returns the opened data of a training or evaluation."""
-    if config.run_mode in ("predict", "chat"):
+    if config.run_mode in ("predict", "chat") or config.tasks:
         return None
     from trainer.data.batches.loader import eval_batches, training_batches
 

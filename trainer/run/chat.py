@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainer.checkpoint import adapters
 from trainer.checkpoint.store import find_checkpoint, resolve_best_link
@@ -123,8 +123,10 @@ def parse_command(line: str) -> Command | None:
     return Command(name, argument)
 
 
-def chat_config(name: str, config: str | None, overrides: Sequence[Override]) -> Config:
-    """Returns the configuration of a chat with a model.
+def checkpoint_config(
+    name: str, config: str | None, overrides: Sequence[Override], run_mode: Literal["chat", "eval"]
+) -> Config:
+    """Returns the configuration of a chat with the model of a checkpoint, or of its evaluation.
 
     Args:
         name: A checkpoint of this trainer, a folder of checkpoints, the output folder that has them, a model folder of
@@ -151,20 +153,20 @@ def chat_config(name: str, config: str | None, overrides: Sequence[Override]) ->
         if (path / f"{adapters.PART}.safetensors").exists():
             key = "adapter_id"
     user_keys = {override.key for override in overrides}
-    chat_overrides = [
-        Override("use_parallel", "False", "chat"),
+    mode_overrides = [
+        Override("use_parallel", "False", run_mode),
         Override(key, str(path), where),
-        Override("run_mode", "chat", "chat"),
+        Override("run_mode", run_mode, run_mode),
     ]
     if user_keys & _SAMPLING_RULES and f"{_MODEL}.do_sample" not in user_keys:
-        chat_overrides.append(Override(f"{_MODEL}.do_sample", "True", "chat"))
+        mode_overrides.append(Override(f"{_MODEL}.do_sample", "True", "chat"))
     if key == "pretrained_model_dir":
-        return parse_config(name, "run_mode: chat\n", [*chat_overrides, *overrides])
+        return parse_config(name, f"run_mode: {run_mode}\n", [*mode_overrides, *overrides])
     config_path = config or find_run_config(path)
     if config_path is None:
         fix = "give the YAML file of its training: --config FILE"
         raise UserError("there is no config.yaml of a run beside the checkpoint", where=where, value=name, fix=fix)
-    return load_config(str(config_path), [*chat_overrides, *overrides])
+    return load_config(str(config_path), [*mode_overrides, *overrides])
 
 
 def find_run_config(checkpoint: Path) -> Path | None:

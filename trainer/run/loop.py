@@ -90,6 +90,10 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     config = prepared.config
     if config.trains:
         return run_training(world, prepared, extra_monitors)
+    if config.tasks:
+        from trainer.run.harness.tasks import run_tasks
+
+        return run_tasks(config, prepared.plan)
     if config.run_mode == "eval":
         return run_evaluation(config, world, prepared.plan)
     if world.rank == 0:

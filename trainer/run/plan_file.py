@@ -165,7 +165,8 @@ def plan_file(
 
     collect(lambda: backend.check_device(planned_device(config)))
     errors = [each for each in problems if each not in not_implemented and each not in missing_paths]
-    reads = {TRAIN: config.trains, EVAL: config.run_mode == "eval" or (config.trains and config.do_eval)}
+    evaluates = config.run_mode == "eval" and not config.tasks
+    reads = {TRAIN: config.trains, EVAL: evaluates or (config.trains and config.do_eval)}
     sections = [name for name in reads if reads[name] and getattr(config, name) is not None]
     missing: dict[str, str] = {}
     if elsewhere:

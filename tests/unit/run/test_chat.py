@@ -15,7 +15,7 @@ from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.flags import split_arguments
 from trainer.config import Config
 from trainer.run import chat
-from trainer.run.chat import COMMANDS, Command, Conversation, chat_config, parse_command
+from trainer.run.chat import COMMANDS, Command, Conversation, checkpoint_config, parse_command
 from trainer.run.generation import context_length
 
 
@@ -116,7 +116,7 @@ def output(tmp_path: Path) -> Path:
 
 def config_of(name: Path, *flags: str) -> Config:
     arguments = split_arguments(flags)
-    return chat_config(str(name), arguments.config, arguments.overrides)
+    return checkpoint_config(str(name), arguments.config, arguments.overrides, "chat")
 
 
 def test_a_checkpoint_has_the_configuration_of_its_run(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:

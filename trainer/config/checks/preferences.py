@@ -33,7 +33,7 @@ def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterat
     loss = config.loss
     if config.classifier is None:
         yield from _score_problems(config, world, on_arrays)
-    if loss is None or not (config.trains or config.run_mode == "eval"):
+    if loss is None or config.tasks or not (config.trains or config.run_mode == "eval"):
         return
     lacking = list(_unsupported(config, world, on_arrays))
     if lacking:

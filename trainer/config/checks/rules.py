@@ -142,6 +142,8 @@ def run_problems(config: Config, world: World) -> list[ConfigError]:
         rule = "run_mode predict needs prompts"
         problems.append(problem(config, "predict_data", rule, fix, because="run_mode"))
     problems += _output_dir(config)
+    if config.tasks:
+        problems += _tasks(config, world)
     if config.trains:
         problems += _samples(config, world)
     return [*problems, *parallel_problems(config, world)]
@@ -195,7 +197,7 @@ def _averages(config: Config) -> Iterator[ConfigError]:
 def _evaluation_data(config: Config) -> Iterator[ConfigError]:
     """Yields an error for an evaluation without data."""
     key = ""
-    if config.run_mode == "eval":
+    if config.run_mode == "eval" and not config.tasks:
         key = "run_mode"
     elif config.trains and config.do_eval:
         key = "do_eval"
@@ -207,6 +209,19 @@ def evaluation_data_error(config: Config, key: str) -> ConfigError:
     """Returns the error for a key that asks for an evaluation without data."""
     fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
     return problem(config, key, "there is no evaluation data", fix)
+
+
+def _tasks(config: Config, world: World) -> Iterator[ConfigError]:
+    """Yields the first reason why this job cannot run tasks of lm-eval."""
+    key = "lm_eval.tasks"
+    if config.classifier is not None:
+        yield problem(config, key, "asks a language model, and this model is a classifier", "leave it out")
+    elif world.size > 1:
+        rule = f"runs in one process, and the job has {world.size} ranks"
+        yield problem(config, key, rule, "start it without launch")
+    elif find_spec("lm_eval") is None:
+        rule = "needs the package lm_eval, which is not installed"
+        yield problem(config, key, rule, "pip install 'run-trainer[lm-eval]'")._replace(is_absent=True)
 
 
 def _output_dir(config: Config) -> Iterator[ConfigError]:

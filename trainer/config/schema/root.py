@@ -17,7 +17,7 @@ from trainer.config.schema.fields import BATCH, COUNT, RANKS, FilePath, Section,
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.optimizer import CosineWithWarmUpLR, LrSchedule, OptimizerConfig
-from trainer.config.schema.runner import LossConfig, RunnerConfig, RunnerWrapper
+from trainer.config.schema.runner import LmEvalConfig, LossConfig, RunnerConfig, RunnerWrapper
 from trainer.config.schema.system import (
     ContextConfig,
     HardwareConfig,
@@ -208,7 +208,8 @@ class Config(Section):
 
     chat: bool = setting(
         False, "predict: a prompt is a user's message, rendered with the chat template; a record of a .jsonl may also"
-        " hold messages.")
+        " hold messages. lm_eval.tasks: so is each question.")
+    lm_eval: LmEvalConfig = section(LmEvalConfig, "Tasks of lm-eval.")
 
     runner_config: RunnerConfig = section(RunnerConfig, "How many batches of which size.")
     runner_wrapper: RunnerWrapper = section(RunnerWrapper, "Loss scale, clipping and checks of gradients.")
@@ -258,6 +259,13 @@ class Config(Section):
     def trains(self) -> bool:
         """Returns whether the run mode updates weights."""
         return self.run_mode in ("train", "finetune")
+
+    @property
+    def tasks(self) -> list[str]:
+        """Returns the tasks of lm-eval that this run evaluates; none in another run mode."""
+        if self.run_mode == "eval":
+            return self.lm_eval.names
+        return []
 
     @property
     def decoder(self) -> ModelConfig:

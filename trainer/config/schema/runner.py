@@ -1,4 +1,4 @@
-"""Batches, loss scale and gradients: YAML runner_config and runner_wrapper."""
+"""Batches, loss scale and gradients, tasks: YAML runner_config, runner_wrapper, loss and lm_eval."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -112,3 +112,23 @@ class RunnerWrapper(Section):
     global_norm_spike_threshold: float = setting(
         1.0, "Gradient norm before clipping above which a step is a spike. Default 1.0.", gt=0)
     global_norm_spike_count_threshold: int = setting(10, "Consecutive spikes that stop the run.", ge=1, le=COUNT)
+
+
+class LmEvalConfig(Section):
+    """Tasks of lm-eval (YAML ``lm_eval``), which run mode eval runs instead of the evaluation data."""
+
+    tasks: str | list[str] = setting(
+        [], "eval: tasks and groups of lm-eval by name, or task files (.yaml); several with commas. Default: none, the"
+        " loss on the evaluation data.")
+    num_fewshot: int | None = setting(
+        None, "Solved examples before each question. Default null: as the task says.", ge=0, le=COUNT)
+    limit: int | None = setting(None, "Questions of each task, from its first. Default null: all.", ge=1, le=COUNT)
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the tasks, without repetitions."""
+        texts = self.tasks
+        if isinstance(texts, str):
+            texts = [texts]
+        names = (name.strip() for text in texts for name in text.split(","))
+        return list(dict.fromkeys(filter(None, names)))
