@@ -213,7 +213,6 @@ class HuggingFaceTokenizer:
 
     Args:
         content: The bytes of the file, for the fingerprint.
-        added: The ids that transformers adds before and after a text; None: those of the file's post-processor.
     """
 
     def __init__(
@@ -225,10 +224,8 @@ class HuggingFaceTokenizer:
         special_tokens: Mapping[str, Any],
         content: bytes,
         folder: Path,
-        added: tuple[list[int], list[int]] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._added = added
         self.eos_ids = tuple(eos_ids)
         self.eos_id = eos_ids[0]
         self.eos_token: str = tokenizer.id_to_token(self.eos_id) or ""
@@ -249,11 +246,11 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_as_transformers(self, text: str) -> list[int]:
-        """Returns the ids of `text` with those that tokenizer_config.json, or else tokenizer.json, adds."""
-        if self._added is None:
-            return self._tokenizer.encode(text, add_special_tokens=True).ids
-        before, after = self._added
-        return [*before, *self.encode(text), *after]
+        """Returns the ids of `text` with those that the post-processor of tokenizer.json adds.
+
+        The flags add_bos_token and add_eos_token have no effect in transformers 5.24 if there is a tokenizer.json.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=True).ids
 
     def encode_batch(self, strings: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._encodings(list(strings))]
@@ -409,27 +406,8 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
         known_ids = {"eos_token": eos_ids[0], "bos_token": bos_id}
         special = {name: tokenizer.id_to_token(each) for name, each in known_ids.items() if each is not None} | special
     return HuggingFaceTokenizer(
-        tokenizer, eos_ids=eos_ids, bos_id=bos_id, special_tokens=special, content=content, folder=path.parent,
-        added=_added_ids(tokenizer, described, special),
-    )  # fmt: skip
-
-
-def _added_ids(
-    tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any], special: Mapping[str, Any]
-) -> tuple[list[int], list[int]] | None:
-    """Returns the ids that tokenizer_config.json adds before and after a text; None if it does not say so.
-
-    In transformers add_bos_token and add_eos_token replace the post-processor of tokenizer.json, each False by default.
-    """
-    flags = ("add_bos_token", "add_eos_token")
-    if not any(flag in described for flag in flags):
-        return None
-    ids: dict[str, list[int]] = {flag: [] for flag in flags}
-    for flag in flags:
-        token_id = tokenizer.token_to_id(special.get(flag.removeprefix("add_"), ""))
-        if described.get(flag) and token_id is not None:
-            ids[flag] = [token_id]
-    return ids["add_bos_token"], ids["add_eos_token"]
+        tokenizer, eos_ids=eos_ids, bos_id=bos_id, special_tokens=special, content=content, folder=path.parent
+    )
 
 
 def _largest_id(tokenizer: tokenizers.Tokenizer) -> int:
