@@ -39,6 +39,9 @@ CASES = {
         "rank_pattern": {"down_proj": 2, "layers.0.self_attn.q_proj": 5, "q_.*": 4},
         "alpha_pattern": {"model.layers.0.self_attn.*": 10.0, "q": 1.0},
     }),
+    "vocabulary": AdapterCase("embedding and head, beside a matrix of layers", {
+        "target_modules": ["q_proj", "embed_tokens", "lm_head"], "rank_pattern": {"lm_head": 2},
+    }),
     "pissa": AdapterCase("PiSSA, converted to plain LoRA", {"init_lora_weights": "pissa", "use_rslora": True}),
     "olora": AdapterCase("OLoRA, converted to plain LoRA", {"init_lora_weights": "olora"}),
 }

@@ -165,7 +165,7 @@ class _PartCell(nn.Cell):
         self.saved = None
         # The gradient of a look-up needs no values of the matrix.
         unsharded = contextlib.nullcontext()
-        if not isinstance(self.part, CpuEmbedding):
+        if not isinstance(self.part, CpuEmbedding) or self.part.adapter is not None:
             unsharded = self.unsharded_weights()
         with unsharded:
             weights = self.weights.arrays()

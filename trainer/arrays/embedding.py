@@ -2,7 +2,7 @@
 
 Where tensor-parallel ranks shard the vocabulary, each looks up its tokens, and they add up the rows.
 
-Legend: N tokens, V vocabulary of this rank, E width of the embedding, D hidden.
+Legend: N tokens, V vocabulary of this rank, E width of the embedding, D hidden, R rank of an adapter.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import empty, store
+from trainer.arrays.onednn import operators
 from trainer.arrays.stored import StoredMatrix
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm
-from trainer.models.spec.names import EMBEDDING, MAPPING_IN
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN, adapter_names
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
     from mindspore import Tensor
 
     from trainer.arrays.tiles import Arrays, Gradients, Scratch, SublayerCall, Tile
+    from trainer.models.spec.model import AdapterSpec
     from trainer.parallel.tensor import TensorParallel
 
 _FEW_TIMES = 8  # that a token of a batch comes
@@ -59,10 +61,15 @@ class CpuEmbedding:
     Args:
         tensor: The tensor-parallel ranks, which shard the vocabulary; None: this rank has all of it.
         vocabulary: Size of the vocabulary of all ranks; not needed without `tensor`.
+        adapter: Adds scale B A[:, token] to each row (Hu et al. 2021, equation 3); not with `tensor`.
     """
 
-    def __init__(self, tensor: TensorParallel | None = None, vocabulary: int = 0) -> None:
+    def __init__(
+        self, tensor: TensorParallel | None = None, vocabulary: int = 0, adapter: AdapterSpec | None = None
+    ) -> None:
         self.tensor = tensor
+        self.adapter = adapter
+        self.lora_a, self.lora_b = adapter_names(EMBEDDING.removesuffix(".weight"))
         self.first_token = 0
         if tensor is not None:
             self.first_token = shard_range(vocabulary, tensor.group.rank, tensor.group.size).start
@@ -81,14 +88,23 @@ class CpuEmbedding:
         weight_VE = weights[EMBEDDING]
         if self.tensor is None:
             embedding_rows(weight_VE, ids_N, out_NE)
+            if self.adapter is not None:
+                operators().matmul(self._low_rank(weights, ids_N), weights[self.lora_b].T, out_NE, True)
             return out_NE
         place_N, inside_N = self._local(ids_N, len(weight_VE))
         embedding_rows(weight_VE, place_N, out_NE)
         out_NE *= inside_N[:, None]
         return self.tensor.reduce_partial(out_NE)
 
+    def _low_rank(self, weights: Arrays, ids_N: np.ndarray) -> np.ndarray:
+        """Returns scale A[:, token] of each token, [N, R]."""
+        assert self.adapter is not None
+        return np.take(weights[self.lora_a], ids_N, axis=1, mode="clip").T * np.float32(self.adapter.scale)
+
     def backward(self, call: SublayerCall, ids_N: np.ndarray, grad_NE: np.ndarray) -> tuple[Gradients]:
-        """Returns the gradient of the matrix; token ids have no gradient."""
+        """Returns the gradients of the matrix and its adapter; token ids have no gradient."""
+        if self.adapter is not None:
+            return (self._adapter_gradients(call, ids_N, grad_NE),)
         shape = call.weights[EMBEDDING].shape
         if self.tensor is not None:
             grad_NE = self.tensor.gather_tokens(grad_NE)
@@ -96,6 +112,25 @@ class CpuEmbedding:
             ids_N = place_N[inside_N]
             grad_NE = grad_NE[inside_N]
         return ({EMBEDDING: embedding_gradient(shape, ids_N, grad_NE)},)
+
+    def _adapter_gradients(self, call: SublayerCall, ids_N: np.ndarray, grad_NE: np.ndarray) -> Gradients:
+        """Returns the gradients of the trained ones of the matrix, A and B."""
+        assert self.adapter is not None
+        weights = call.weights
+        gradients: Gradients = {}
+        if call.gradients.needs(EMBEDDING):
+            gradients[EMBEDDING] = embedding_gradient(weights[EMBEDDING].shape, ids_N, grad_NE)
+        if call.gradients.needs(self.lora_a):
+            grad_NR = np.empty((len(ids_N), self.adapter.rank), np.float32)
+            operators().matmul(grad_NE, weights[self.lora_b], grad_NR)
+            grad_NR *= np.float32(self.adapter.scale)
+            rank, tokens = weights[self.lora_a].shape
+            gradients[self.lora_a], grad_RV = empty(rank, tokens)
+            grad_RV[...] = embedding_gradient((tokens, rank), ids_N, grad_NR).asnumpy().T
+        if call.gradients.needs(self.lora_b):
+            gradients[self.lora_b], grad_ER = empty(*weights[self.lora_b].shape)
+            operators().matmul(grad_NE.T, self._low_rank(weights, ids_N), grad_ER)
+        return gradients
 
     def _local(self, ids_N: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids in this rank's vocabulary, 0 for tokens of other ranks, and which tokens it has."""

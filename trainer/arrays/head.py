@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import Tensor
 
+from trainer.arrays.head_adapter import LORA_A, LORA_B, HeadAdapter
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
 from trainer.arrays.stored import StoredMatrix, rows_of
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from trainer.arrays.loss_terms import LossTerms
     from trainer.arrays.preferences import Pairs
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
+    from trainer.models.spec.model import AdapterSpec
     from trainer.parallel.collectives import ProcessGroup
     from trainer.parallel.tensor import TensorParallel
 
@@ -56,12 +58,14 @@ class FusedLinearCrossEntropy:
         vocabulary: Size of the vocabulary of all ranks; not needed without `tensor`.
         scale: Factor on the logits, which multiplies the normed rows.
         cap: Logits x become cap * tanh(x / cap); None: they stay.
+        adapter: That of the projection, whose weights are "lora_A" [R, E] and "lora_B" [V, R]; not with `tensor`.
     """
 
     def __init__(
         self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0,
-        scale: float = 1.0, cap: float | None = None,
+        scale: float = 1.0, cap: float | None = None, adapter: AdapterSpec | None = None,
     ) -> None:  # fmt: skip
+        self.adapter = adapter
         self.cap = cap
         self.scale = np.float32(scale)
         self.mapping = CpuLinear("mapping", weight="mapping")
@@ -104,9 +108,17 @@ class FusedLinearCrossEntropy:
             )
         else:
             shared_product(y_nE, weight_VE, logits_nV)
+        if adapter := self._adapter_of(call):
+            adapter.add_logits(adapter.low_rank(y_nE), slice(None), logits_nV)
         if self.cap is not None:
             soft_cap(logits_nV, self.cap)
         return logits_nV
+
+    def _adapter_of(self, call: SublayerCall) -> HeadAdapter | None:
+        """Returns the adapter with the weights of a call; None without one."""
+        if self.adapter is None:
+            return None
+        return HeadAdapter(self.adapter, call)
 
     def _mapped(self, call: SublayerCall, x_nD: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns the input of the norm for the rows of a tile."""
@@ -137,9 +149,10 @@ class FusedLinearCrossEntropy:
         losses_N = np.zeros(len(y_NE))
         weights_N1 = valid_N1
         pair_loss = np.float32(0)
-        is_frozen = call.save and not call.gradients.needs("weight")
+        adapter = self._adapter_of(call)
+        is_frozen = call.save and not call.gradients.needs("weight", LORA_A, LORA_B)
         if not call.save or (pairs is not None and not is_frozen):
-            loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, None, None, losses_N)
+            loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, None, None, losses_N, adapter)
             if pairs is not None:
                 pair_loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
                 loss = pair_loss
@@ -150,7 +163,9 @@ class FusedLinearCrossEntropy:
         weight_grad_VE = None
         if gradients.needs("weight"):
             gradients.tensors["weight"], weight_grad_VE = empty(*weight_VE.shape)
-        loss = self._loss(weight_VE, y_NE, labels_N, weights_N1, grad_NE, weight_grad_VE, losses_N, terms)
+        if adapter is not None:
+            adapter.allocate_gradients()
+        loss = self._loss(weight_VE, y_NE, labels_N, weights_N1, grad_NE, weight_grad_VE, losses_N, adapter, terms)
         if pairs is not None and is_frozen:
             pair_loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
             grad_NE *= weights_N1
@@ -175,7 +190,7 @@ class FusedLinearCrossEntropy:
 
     def _loss(
         self, weight_VE: np.ndarray, y_NE: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
-        grad_NE: np.ndarray | None, weight_grad_VE: np.ndarray | None, out_N: np.ndarray,
+        grad_NE: np.ndarray | None, weight_grad_VE: np.ndarray | None, out_N: np.ndarray, adapter: HeadAdapter | None,
         terms: LossTerms | None = None,
     ) -> np.float32:  # fmt: skip
         """Returns the loss, and writes the cross entropies of the tokens to `out_N`, and the gradients.
@@ -214,7 +229,7 @@ class FusedLinearCrossEntropy:
                 slope_of_part = slope_nV[:size]
             weights_n = valid_n1[:, 0].astype(np.float64)
             losses_n = self._losses(
-                logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, slope_of_part, terms, weights_n
+                logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, slope_of_part, adapter, terms, weights_n
             )
             out_N[part] = losses_n
             loss += float(losses_n @ weights_n)
@@ -223,6 +238,8 @@ class FusedLinearCrossEntropy:
                 if narrow_nE is not None:
                     to_bfloat16_if_needed(y_nE, factor_nE)
                 self._gradients(grad_nV, factor_nE, weight_VE, grad_NE[part], weight_grad_VE, first=not part.start)
+                if adapter is not None:
+                    adapter.add_gradients(grad_nV, factor_nE, grad_NE[part], _gradient_factor(grad_nV.dtype))
                 grad_NE[part] *= valid_n1
         if terms is not None:
             loss = terms.total
@@ -230,7 +247,8 @@ class FusedLinearCrossEntropy:
 
     def _losses(
         self, logits_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, labels_n: np.ndarray,
-        grad_nV: np.ndarray | None, slope_nV: np.ndarray | None, terms: LossTerms | None, weights_n: np.ndarray,
+        grad_nV: np.ndarray | None, slope_nV: np.ndarray | None, adapter: HeadAdapter | None,
+        terms: LossTerms | None, weights_n: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         """Returns the cross entropy of each row; `grad_nV`, which may be `logits_nV`, receives d loss / d logits.
 
@@ -248,6 +266,8 @@ class FusedLinearCrossEntropy:
         place_n = labels_n - self.first_token
         inside_n = (place_n >= 0) & (place_n < len(weight_VE))
         place_n = place_n * inside_n
+        if adapter is not None:
+            low_nR = adapter.low_rank(y_nE)
 
         def slopes_of(rows: slice) -> np.ndarray | None:
             """Returns the derivatives of the capped logits of some rows; None where no gradient needs them."""
@@ -258,6 +278,8 @@ class FusedLinearCrossEntropy:
         def multiply(columns: slice, thread: int) -> None:
             """Computes the logits of some tokens of the vocabulary, for all rows."""
             operators().matmul(y_nE, rows_of(weight_VE, columns).T, logits_nV[:, columns])
+            if adapter is not None:
+                adapter.add_logits(low_nR, columns, logits_nV[:, columns])
 
         def normalise(rows: slice, thread: int) -> None:
             """Turns the logits of some rows into probabilities over this rank's tokens."""
@@ -395,3 +417,10 @@ class FusedLinearCrossEntropy:
         if maps:
             self.mapping.backward_rows(call, grad_nE, x_nD, out_nD, self.scratch)
         return result
+
+
+def _gradient_factor(dtype: np.dtype) -> np.float32:
+    """Returns what gradients of logits are multiplied by in this dtype."""
+    if dtype == np.float16:
+        return _SMALL_GRADIENTS
+    return np.float32(1)

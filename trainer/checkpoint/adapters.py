@@ -35,12 +35,14 @@ from trainer.config.checks.adapters import SECTION
 from trainer.errors import UserError
 from trainer.models.spec.adapters import (
     adapted_matrices,
+    adapter_factors,
     changes_base,
     layer_targets,
     merged_matrix,
     projections,
     saved_settings,
     target_pattern,
+    vocabulary_adapters,
     with_magnitudes,
 )
 from trainer.models.spec.names import layer_prefix, magnitude_name
@@ -262,15 +264,18 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, ArrayOrLazyArra
         record = read_base(checkpoint)
         if base is not None:
             check_base(record, config, base)
-    return fitting_adapters(tensors, config, path, where)
+    return fitting_adapters(tensors, config, path, where, base=base)
 
 
 def fitting_adapters(
-    tensors: Mapping[str, ArrayOrLazyArray], config: Config, path: Path, where: str, key: str = "adapter_id"
-) -> CheckedWeights:
-    """Checks the adapters of a folder; raises a UserError if they do not fit `pet_config`."""
+    tensors: Mapping[str, ArrayOrLazyArray], config: Config, path: Path, where: str, key: str = "adapter_id",
+    base: Mapping[str, ArrayOrLazyArray] | None = None,
+) -> CheckedWeights:  # fmt: skip
+    """Checks the adapters of a folder; raises a UserError if they do not fit `pet_config`, or the base model `base`."""
     _check_description(path, config, where, key)
     adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
+    if vocabulary_adapters(config.decoder):
+        _drop_base_layers(adapters, base, path, where, key)
     shapes = adapter_shapes(saved_settings(config.decoder))
     fix = ""
     if adapters.keys() != shapes.keys():
@@ -278,6 +283,26 @@ def fitting_adapters(
     check_weights(adapters, shapes, path, where, key=key, fix=fix)
     arrays = {name: adapters[name] for name in shapes}
     return CheckedWeights(arrays, arrays, path, where, key)
+
+
+def _drop_base_layers(
+    adapters: dict[str, ArrayOrLazyArray], base: Mapping[str, ArrayOrLazyArray] | None, path: Path, where: str,
+    key: str,
+) -> None:  # fmt: skip
+    """Removes the embedding and the head, which PEFT saves beside their adapters.
+
+    Raises a UserError if they are not those of the base model.
+    """
+    ending = ".base_layer.weight"
+    for name in [name for name in adapters if name.endswith(ending)]:
+        saved = adapters.pop(name)
+        matrix = name.removesuffix(ending) + ".weight"
+        if base is None or matrix not in base:
+            continue
+        theirs, ours = (np.concatenate(list(read_row_blocks(array))) for array in (saved, base[matrix]))
+        if not np.array_equal(theirs, ours):
+            rule = f"the folder has another {matrix} than the base model, which adapters cannot replace"
+            raise UserError(rule, where=where, key=key, value=str(path), fix="merge them into a model with PEFT")
 
 
 def _fix_for_targets(names: Iterable[str], settings: ModelConfig) -> str:
@@ -364,6 +389,7 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
     names = [name.split(".")[-1] for name in targets[0]]
     if len(set(targets)) > 1:  # layers differ: full names
         names = [layer_prefix(layer) + name for layer, of_layer in enumerate(targets) for name in of_layer]
+    names += [name.split(".")[-1] for name in vocabulary_adapters(settings)]
     methods: dict[str, Any] = {}
     for key in ("use_rslora", "use_dora"):
         if getattr(adapters, key):
@@ -392,7 +418,7 @@ def merge_adapters(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> 
     for name, adapter in adapted_matrices(settings):
         if f"{name}.weight" not in merged:  # of an MTP module that the file of the base model lacks
             continue
-        a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
+        a, b = (factor.astype(np.float64) for factor in adapter_factors(weights, name))
         total = merged_matrix(np.asarray(merged[f"{name}.weight"]), a, b, adapter.scale)
         if adapter.has_magnitude:
             total = with_magnitudes(total, weights[magnitude_name(name)])

@@ -21,6 +21,7 @@ from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.cells import BlockPart, ExpertsPart, PartWeights, keep_sharding, run_part
 from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
+from trainer.arrays.head_adapter import LORA_A, LORA_B
 from trainer.arrays.loss_terms import find_terms
 from trainer.arrays.memory import host_array, host_threads, row_blocks
 from trainer.arrays.mlp import CpuMlp
@@ -115,26 +116,30 @@ class ArrayParts:
         self.attentions: dict[AttentionSpec, CpuAttention] = {}
         self.mlps: dict[MlpSpec, CpuMlp] = {}
         self.experts = _Experts(settings, self.spec.layers, self.scratch, shard, self.predicts)
-        self.embedding = CpuEmbedding(tensor, self.vocabulary)
+        embedding_name, head_name = (name.removesuffix(".weight") for name in (EMBEDDING, HEAD))
+        self.embedding = CpuEmbedding(tensor, self.vocabulary, self.spec.adapters.get(embedding_name))
         self.mapping = CpuMapping(self.scratch)
         self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
         self.head: FusedLinearCrossEntropy | ScoreHead = FusedLinearCrossEntropy(
             self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, 1 / settings.logits_scaling,
-            settings.final_logit_softcapping,
+            settings.final_logit_softcapping, self.spec.adapters.get(head_name),
         )  # fmt: skip
         narrow = ["weight", "mapping"]
         if self.spec.has_score:
             self.head = ScoreHead(self.spec.embedding, self.spec.eps, self.scratch)
             narrow = ["mapping"]
-        self.embedding_weights = self._part({EMBEDDING: EMBEDDING}, narrow=[], by_rows=[EMBEDDING])
+        embedding_names = (EMBEDDING, *adapter_names(embedding_name))
+        self.embedding_weights = self._part({name: name for name in embedding_names}, narrow=[], by_rows=[EMBEDDING])
         self.mapping_weights = self._part({MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN])
         self.layers = [self._layer_parts(number, again) for number, again in enumerate(recomputed)]
         self.first_reached = self.spec.first_reached(trained)
         self.save = self._saving(recomputed)
         modules = self.spec.module_layers
         self.norms = [FINAL_NORM, *(layer_prefix(layer) + MTP_NORM for layer in modules)]
+        lora = dict(zip((LORA_A, LORA_B), adapter_names(head_name), strict=True))
+        names = {"weight": self.spec.head, "mapping": MAPPING_OUT, **lora}
         self.heads = [
-            self._part({"norm": norm, "weight": self.spec.head, "mapping": MAPPING_OUT}, narrow, by_rows=["weight"])
+            self._part({"norm": norm, **names}, narrow=[*narrow, *lora], by_rows=["weight"])
             for norm in self.norms
         ]
         self.merges = [

@@ -25,6 +25,7 @@ from trainer.models.dropout import AdapterMasks, DropoutShards
 from trainer.models.inputs import DecoderCall, ModelInputs, MtpInputs
 from trainer.models.moe import MoeFunction, MoeLayer
 from trainer.models.recompute import Compiled, Differentiable, LayerFunction, compile_cell
+from trainer.models.spec.adapters import adapter_factors, merged_matrix
 from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.names import (
     EMBEDDING,
@@ -118,6 +119,8 @@ class CellParts:
         """Returns the function (x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
         weights = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}  # by argument number after x_ND
         frozen = {argnum for argnum, weight in weights.items() if weight is not None and not weight.requires_grad}
+        if _module(HEAD) in self.spec.adapters:
+            frozen.discard(1)  # the adapter has its gradient from that of the merged matrix
         if self.kernels.chunked_loss is None:
             return Differentiable(self.head, compiled).stop_gradients_at(tuple(sorted(frozen)))
         compiles = partial(compile_cell, compiled=compiled)
@@ -197,7 +200,7 @@ class CellParts:
         look_up = self.embedding_rows
         if call is None and self.tensor is None:
             look_up = self.kernels.gather_rows  # uncompiled: each length of a prompt is a new shape
-        x_NE = look_up(_view(self.embedding), ids_N)
+        x_NE = look_up(self._with_adapter(EMBEDDING, self.embedding), ids_N)
         if self.mapping_in is None:
             return x_NE
         return self.map_embedding(x_NE, _view(self.mapping_in))
@@ -233,13 +236,22 @@ class CellParts:
         labels: ModelInputs | MtpInputs = call.inputs
         if number:
             labels = call.inputs.mtp[number - 1]
-        arguments = [_view(self.norms[number]), _view(self.head_weight), labels.labels_N, labels.valid_N1]
+        matrix_VE = self._with_adapter(HEAD, self.head_weight)
+        arguments = [_view(self.norms[number]), matrix_VE, labels.labels_N, labels.valid_N1]
         if self.mapping_out is not None:
             arguments.append(_view(self.mapping_out))
         loss = self.head_loss(x_ND, *arguments)
         if call.observer is not None:
             call.observer.loss(number, loss)
         return loss
+
+    def _with_adapter(self, name: str, matrix: Parameter) -> Tensor:
+        """Returns the embedding or the head with its adapter merged in; without one a view."""
+        adapter = self.spec.adapters.get(_module(name))
+        if adapter is None:
+            return _view(matrix)
+        a_RE, b_VR = adapter_factors(self.compute_weights.main_params, _module(name))
+        return merged_matrix(matrix, a_RE, b_VR, adapter.scale).astype(matrix.dtype)
 
     def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
         """Returns the arguments of a part of a layer before its weights, and those after them."""
@@ -287,7 +299,8 @@ class CellParts:
     def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
         normed_NE = self.head.normed(x_ND, self.final_norm, self.mapping_out)
-        logits_NV = self.head_product(normed_NE, self.head_weight).astype(mstype.float32)
+        matrix_VE = self._with_adapter(HEAD, self.head_weight)
+        logits_NV = self.head_product(normed_NE, matrix_VE).astype(mstype.float32)
         if self.head.cap is not None:
             logits_NV = self.head.cap(logits_NV)
         if self.tensor is None:
@@ -389,6 +402,11 @@ def _vocab_shard(vocabulary: int, tensor: TensorParallel | None) -> VocabShard |
     group = tensor.group
     first = shard_range(vocabulary, group.rank, group.size).start
     return VocabShard(group.rank, group.size, first, AllGather(group))
+
+
+def _module(weight: str) -> str:
+    """Returns the name of the module that has a weight."""
+    return weight.removesuffix(".weight")
 
 
 def _view(parameter: Parameter) -> Tensor:

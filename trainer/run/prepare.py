@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
-from trainer.config.checks.adapters import cell_problems
+from trainer.config.checks.adapters import cell_problems, vocabulary_device_problems
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, runs_semi_auto
 from trainer.config.checks.preferences import preference_problems, term_problems
@@ -105,6 +105,9 @@ class ExplicitBackend:
         if device != "CPU" and self.config.whole_matrix_method.endswith("use_dora"):
             key = self.config.whole_matrix_method
             raise problem(self.config, key, "is supported on a CPU only", "leave it out, or run on a CPU").error
+        if device != "CPU":
+            for each in vocabulary_device_problems(self.config):
+                raise each.error
         if device == "Ascend":
             degrees = parallel_degrees(self.config, self.world)
             for each in (*offload_problems(self.config), *ascend_problems(self.config, degrees)):

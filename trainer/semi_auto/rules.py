@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config.checks.adapters import SECTION, cell_problems
+from trainer.config.checks.adapters import SECTION, cell_problems, vocabulary_device_problems
 from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import fit_problems, micro_batches_per_step, parallel_degrees, zero_level
@@ -214,6 +214,7 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
     if settings.attention_sinks:
         yield problem(config, "model.model_config.attention_sinks", _NOT_YET, "set parallel.parallel_mode to 0")
     yield from cell_problems(config)
+    yield from vocabulary_device_problems(config)
     method = config.whole_matrix_method
     if method:
         yield problem(config, method, _NOT_YET, "leave it out, or set parallel.parallel_mode to 0")

@@ -28,7 +28,9 @@ from trainer.models.spec.adapters import (
     pynative_layer,
     ranks_text,
     scales_by_rank,
+    vocabulary_adapters,
 )
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import layer_prefix, sublayer_of
 from trainer.models.spec.sublayers import latent_spec
 
@@ -67,7 +69,29 @@ def adapter_problems(config: Config) -> Iterator[ConfigError]:
         yield from invalid
         return
     yield from _target_problems(config, adapters)
+    yield from _vocabulary_problems(config, adapters)
     yield from _method_problems(config, adapters)
+
+
+def _vocabulary_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
+    """Yields one error for all that adapters of the embedding or the head do not support."""
+    names = list(vocabulary_adapters(config.decoder))
+    if not names:
+        return
+    lacking = []
+    if config.decoder.tie_word_embeddings:
+        lacking.append("tie_word_embeddings")
+    if model_spec(config.decoder).mtp_modules:
+        lacking.append("multi-token prediction")
+    if adapters.needs_whole_matrices:
+        lacking.append(adapters.needs_whole_matrices)
+    if adapters.lora_dropout:
+        lacking.append("lora_dropout")
+    if config.optimizer.loraplus_lr_ratio != 1:
+        lacking.append("optimizer.loraplus_lr_ratio")
+    if lacking:
+        rule = f"adapters of {' and '.join(names)} are not supported with {', '.join(lacking)}"
+        yield problem(config, _TARGETS, rule, "leave that out, or name matrices of layers alone")
 
 
 def _method_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
@@ -107,6 +131,14 @@ def cell_problems(config: Config) -> Iterator[ConfigError]:
         yield problem(config, f"{SECTION}.alpha_pattern", f"not yet supported here: {error}", fix)
 
 
+def vocabulary_device_problems(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for adapters of the embedding or the head, on a device or in semi-automatic mode."""
+    names = list(vocabulary_adapters(config.decoder))
+    if names:
+        rule = f"adapters of {' and '.join(names)} are supported on a CPU in explicit mode only"
+        yield problem(config, _TARGETS, rule, "name matrices of layers alone, or run on a CPU")
+
+
 def _pattern_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
     patterns = {f"{SECTION}.{key}": getattr(adapters, key) for key in ("rank_pattern", "alpha_pattern")}
     expressions_of = {_TARGETS: (adapters.target_modules,), _EXCLUDED: adapters.excluding, **patterns}
@@ -127,7 +159,7 @@ def _target_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigErro
         excluded = "|".join((*adapters.excluding, *dict.fromkeys(_OTHER_MODULES[name] for name in others)))
         rule = f"matches {', '.join(others)}, which can have no adapter here"
         yield problem(config, _TARGETS, rule, f"write exclude_layers: '{excluded}'")
-    elif _adapted_names(decoder):
+    elif _adapted_names(decoder) or vocabulary_adapters(decoder):
         if missing:
             rule = f"multi-head latent attention has no module that matches {', '.join(missing)}"
             yield problem(config, _TARGETS, rule, f"name others: {one_of(_last_words(decoder, adapters))}")
@@ -204,6 +236,9 @@ def adapters_text(decoder: ModelConfig) -> str:
         if len(layers) < len(decoder.layers):
             where = f" of {layer_text(layers)}"
         phrases[where] = f"{phrases.get(where, '')} {name}"
+    outer = "".join(f" {_last_word(name)}" for name in vocabulary_adapters(decoder))
+    if outer:
+        phrases[""] = phrases.get("", "") + outer
     text = ";".join(names + where for where, names in phrases.items())
     options = ""
     settings = decoder.pet_config
@@ -276,7 +311,9 @@ def _all_matrices(decoder: ModelConfig) -> Iterator[ModuleNames]:
 
 def _other_modules(decoder: ModelConfig) -> Iterator[tuple[str, ModuleNames]]:
     """Yields the last words and full names of the modules of `_OTHER_MODULES` that the model has."""
-    modules = [("output_layer", "output_layer")]
+    modules: list[tuple[str, str]] = []
+    if "lm_head" not in vocabulary_adapters(decoder):
+        modules.append(("output_layer", "output_layer"))
     for layer in decoder.layers:
         prefix = pynative_layer(decoder, layer)
         if layer >= decoder.num_layers:

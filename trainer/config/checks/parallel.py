@@ -14,6 +14,7 @@ from trainer.config.checks.degrees import (
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import CLASSIFIER, Config
+from trainer.models.spec.adapters import vocabulary_adapters
 from trainer.parallel.mesh import Degrees, degree_mismatch, indivisible_degree
 from trainer.parallel.world import World
 
@@ -185,9 +186,14 @@ def parallel_problems(config: Config, world: World) -> list[ConfigError]:
 
 
 def _whole_matrices(config: Config, world: World, degrees: Degrees) -> Iterator[ConfigError]:
-    """Yields an error for adapters that are computed from whole matrices, if ranks shard these."""
+    """Yields errors for adapters of embedding and head, or computed from whole matrices, if ranks shard these."""
     key = config.whole_matrix_method
     sharded = degrees.shards_model or (shards_optimizer(config, world) and zero_level(config) == "level3")
+    outer = list(vocabulary_adapters(config.decoder))
+    if outer and sharded:
+        rule = f"adapters of {' and '.join(outer)} are supported with data parallelism only"
+        fix = "name matrices of layers alone, or use data_parallel alone and optimizer_level level2"
+        yield problem(config, "model.model_config.pet_config.target_modules", rule, fix)
     if key and sharded:
         rule = "is supported with data parallelism only, where every rank has all weights"
         yield problem(config, key, rule, "leave it out, or use data_parallel alone and optimizer_level level2")

@@ -6,7 +6,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
-from trainer.models.spec.names import adapter_names, layer_prefix, magnitude_name, megatron_module, sublayer_of
+from trainer.models.spec.names import (
+    EMBEDDING,
+    adapter_names,
+    layer_prefix,
+    magnitude_name,
+    megatron_module,
+    sublayer_of,
+)
 from trainer.models.spec.sublayers import attention_parameters, latent_spec, mlp_parameters
 
 if TYPE_CHECKING:
@@ -29,6 +36,11 @@ _GRAPH_NAMES = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
+_VOCABULARY_MODULES = {
+    "model.embed_tokens": ("tok_embeddings", "embedding.word_embeddings"),
+    "lm_head": ("lm_head", "output_layer"),
+}
+"""The embedding and the head -> their names in MindSpore Transformers' graph mode and in its PyNative mode."""
 _LATENT_QUERY = "self_attention.linear_q_proj"
 """MindSpore Transformers' name of q_proj in multi-head latent attention."""
 
@@ -61,10 +73,57 @@ def layer_adapters(settings: ModelConfig, layer: int) -> dict[str, AdapterSpec]:
 
 
 def adapted_matrices(settings: ModelConfig) -> Iterator[tuple[str, AdapterSpec]]:
-    """Yields the full name, without its last part, of every adapted matrix, and its adapter."""
+    """Yields the full name, without its last part, of every adapted matrix, and its adapter: of layers first."""
     for layer in settings.layers:
         for name, adapter in layer_adapters(settings, layer).items():
             yield layer_prefix(layer) + name, adapter
+    yield from vocabulary_adapters(settings).items()
+
+
+def vocabulary_adapters(settings: ModelConfig) -> dict[str, AdapterSpec]:
+    """Returns the adapters of embedding and head by the full names of these, without the last part.
+
+    target_modules has to name them: an expression for any name, such as `.*`, is one for the matrices of layers.
+    """
+    from trainer.config.schema.adapter import ModuleNames  # its package imports this module
+
+    pet = settings.pet_config
+    common = adapter_spec(settings)
+    if pet is None or common is None:
+        return {}
+    adapters = {}
+    for name, (other, pynative) in _VOCABULARY_MODULES.items():
+        names = ModuleNames((name, f"model.{other}"), (f"model.{pynative}", pynative))
+        words = [full.rpartition(".")[2] for full in (*names.others, *names.pynative)]
+        if any(word in pet.target_modules for word in words) and pet.adapts(names):
+            rank = pet.rank_of(name)
+            adapters[name] = common._replace(rank=rank, scale=pet.alpha_of(name) / pet.divisor(rank))
+    return adapters
+
+
+def vocabulary_adapter_parameters(
+    name: str, adapter: AdapterSpec, vocabulary: int, width: int
+) -> Iterator[ParameterSpec]:
+    """Yields A and B of the adapter of the embedding or of the head.
+
+    The embedding's adds scale B A[:, token] to the row of a token. As in PEFT, its A starts with zeros, and its B with
+    normal values of standard deviation 1.
+    """
+    matrix = ParameterSpec(f"{name}.weight", (vocabulary, width))
+    if matrix.name != EMBEDDING:
+        yield from adapter_parameters(matrix, name, adapter)
+        return
+    a, b = adapter_names(name)
+    yield ParameterSpec(a, (adapter.rank, vocabulary), "replicated", "zeros", "adapter")
+    yield ParameterSpec(b, (width, adapter.rank), "replicated", "lora_embedding_b", "adapter")
+
+
+def adapter_factors(weights: Mapping[str, Matrix], name: str) -> tuple[Matrix, Matrix]:
+    """Returns A and B of an adapter, by the full name of its matrix, so that B A has the shape of the matrix."""
+    a, b = (weights[factor] for factor in adapter_names(name))
+    if f"{name}.weight" == EMBEDDING:
+        return b.T, a.T
+    return a, b
 
 
 def factors_text(settings: ModelConfig) -> str:

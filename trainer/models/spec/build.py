@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.models.spec.adapters import adapter_parameters, adapter_spec, layer_adapters, layer_targets, projections
+from trainer.models.spec.adapters import (
+    adapter_parameters,
+    adapter_spec,
+    layer_adapters,
+    layer_targets,
+    projections,
+    vocabulary_adapter_parameters,
+    vocabulary_adapters,
+)
 from trainer.models.spec.model import AdapterSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, ParameterSpec
 from trainer.models.spec.sublayers import (
     attention_parameters,
@@ -38,6 +46,8 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
         if kind not in kinds:
             kinds[kind] = _layer_spec(settings, layer, adapters)
         layers.append(kinds[kind])
+    outer = vocabulary_adapters(settings)
+    sizes = settings.vocab_size, settings.embedding_width
     return ModelSpec(
         vocabulary=settings.vocab_size,
         hidden=settings.hidden_size,
@@ -50,6 +60,12 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
         has_score=settings.num_labels is not None,
         maps_embedding=settings.maps_embedding,
         attention_group=settings.layers_group,
+        adapters=outer,
+        adapter_parameters=tuple(
+            parameter
+            for name, adapter in outer.items()
+            for parameter in vocabulary_adapter_parameters(name, adapter, *sizes)
+        ),
     )
 
 

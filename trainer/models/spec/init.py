@@ -8,6 +8,7 @@ zeros     biases                                        0
 residual  o_proj and down_proj, those of experts too    normal, initializer_range / sqrt(2 * layers)
 lora_a    lora_A of adapters                            uniform in +-1 / sqrt(columns), or normal, lora_a_std
 lora_b    lora_B of adapters                            0, or normal, lora_b_std
+lora_embedding_b  of the embedding's adapter     normal, 1; its lora_A is 0
 lora_magnitude  of adapters                      1; lengths of rows, which need the weights, replace it
 normal    every other matrix, each expert's too         normal, initializer_range
 ========  ============================================  =============================================
@@ -92,6 +93,8 @@ def _deviation(parameter: ParameterSpec, settings: ModelConfig | ClassifierConfi
         return settings.initializer_range
     if parameter.init == "residual":
         return settings.initializer_range / (2 * settings.num_layers) ** 0.5
+    if parameter.init == "lora_embedding_b":
+        return 1.0
     adapter = adapter_spec(settings)
     if adapter is None:
         return None

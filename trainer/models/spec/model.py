@@ -14,14 +14,24 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, SCORE, layer_prefix
+from trainer.models.spec.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    MAPPING_IN,
+    MAPPING_OUT,
+    SCORE,
+    adapter_names,
+    layer_prefix,
+)
 from trainer.parallel.sharding import shard_range
 
 Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocabulary", "expert", "partial"]
 """How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not at all; by its outputs; by its
 outputs where key/value heads may be replicated; by its inputs; by the vocabulary; by its stack of experts. A "partial"
 parameter is replicated, but each rank computes only a part of its gradient."""
-Init: TypeAlias = Literal["normal", "residual", "ones", "zeros", "lora_a", "lora_b", "lora_magnitude"]
+Init: TypeAlias = Literal["normal", "residual", "ones", "zeros", "lora_a", "lora_b", "lora_magnitude",
+                        "lora_embedding_b"]
 """Initial value; "residual" is normal, scaled down with the depth of the model."""
 Role: TypeAlias = Literal["embedding", "matrix", "norm", "bias", "router", "buffer", "adapter"]
 
@@ -312,6 +322,7 @@ class ModelSpec:
         has_score: The head gives a score instead of logits.
         maps_embedding: A matrix maps the embedding to the residual stream, another one the residual stream to the head.
         attention_group: How many consecutive layers share the attention parameters of the first of them.
+        adapters, adapter_parameters: Those of the embedding ("model.embed_tokens") and of the head ("lm_head").
     """
 
     vocabulary: int
@@ -325,6 +336,8 @@ class ModelSpec:
     has_score: bool = False
     maps_embedding: bool = False
     attention_group: int = 1
+    adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
+    adapter_parameters: tuple[ParameterSpec, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -377,7 +390,7 @@ class ModelSpec:
         Returns -1 if the gradient goes on to the embedding, and the number of layers if no layer has a backward pass.
         An MTP module takes the output of the norm before it.
         """
-        if EMBEDDING in trained or MAPPING_IN in trained:
+        if not {EMBEDDING, MAPPING_IN, *adapter_names(EMBEDDING.removesuffix(".weight"))}.isdisjoint(trained):
             return -1
         for layer in range(len(self.layers)):
             if layer == self.num_layers and FINAL_NORM in trained:
@@ -402,5 +415,6 @@ class ModelSpec:
             specs.append(ParameterSpec(HEAD, (self.vocabulary, self.embedding), "vocabulary"))
         for layer in range(self.num_layers, len(self.layers)):
             specs += self.layer_parameters(layer).values()
+        specs += self.adapter_parameters
         specs.sort(key=lambda spec: spec.role == "adapter")
         return {spec.name: spec for spec in specs}

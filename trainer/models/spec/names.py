@@ -73,8 +73,11 @@ def sublayer_of(name: str) -> Literal["attention", "mlp"]:
 def adapter_names(projection: str) -> tuple[str, str]:
     """Returns the names of the two matrices of a projection's adapter: A [rank, in] and B [out, rank].
 
-    Hugging Face's PEFT has these names behind a prefix, `trainer.checkpoint.adapters.PREFIX`.
+    Those of the embedding are A [rank, vocabulary] and B [width, rank]. Hugging Face's PEFT has these names behind a
+    prefix, `trainer.checkpoint.adapters.PREFIX`.
     """
+    if f"{projection}.weight" == EMBEDDING:
+        return f"{projection}.lora_embedding_A", f"{projection}.lora_embedding_B"
     return f"{projection}.lora_A.weight", f"{projection}.lora_B.weight"
 
 
@@ -85,7 +88,7 @@ def magnitude_name(projection: str) -> str:
 
 def is_adapter_output(name: str) -> bool:
     """Returns whether a parameter is the matrix B, or the magnitudes, of an adapter."""
-    return name.endswith((".lora_B.weight", ".lora_magnitude_vector"))
+    return name.endswith((".lora_B.weight", ".lora_embedding_B", ".lora_magnitude_vector"))
 
 
 def mask_name(projection: str) -> str:
