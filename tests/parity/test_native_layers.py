@@ -48,7 +48,7 @@ from trainer.arrays.moe import experts
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.device.threads import HostThreads
 from trainer.models.inputs import RouterStatistics
-from trainer.models.spec.model import MlpSpec
+from trainer.models.spec.model import AdapterSpec, MlpSpec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN
 from trainer.models.spec.saved import attention_saved, mlp_saved
 
@@ -233,6 +233,31 @@ def test_head(rows: int, valid: int, maps: bool, implementation: str) -> None:
     z = own.x_ND if not maps else numpy_kernels.linear(own.x_ND, own.weights["mapping"])
     logits_NV = numpy_kernels.linear(numpy_kernels.rms_norm(z, own.weights["norm"], 1e-3), own.weights["weight"])
     assert distance(run.logits(SublayerCall(own.weights), own.x_ND), logits_NV) <= rounding_limit(case.terms)
+
+
+def test_the_adapter_of_the_head_adds_up_over_blocks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula has the merged matrix; 10 tokens are blocks of 4, 4 and 2. A frozen matrix changes nothing."""
+    monkeypatch.setattr("trainer.arrays.head.logit_rows", lambda tokens, vocabulary: 4)
+    own = head_case(10, 6)
+    random = np.random.default_rng(3)
+    weights = own.weights | {"lora_A": normal(random, 2, HIDDEN), "lora_B": normal(random, VOCABULARY, 2)}
+
+    def formula(lora_A: np.ndarray, lora_B: np.ndarray, weight: np.ndarray, **others: np.ndarray):
+        return own.formula(weight=weight + 1.5 * lora_B @ lora_A, **others)
+
+    run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), adapter=AdapterSpec(2, 1.5))
+    arguments = run, weights, own.x_ND, own.labels_N, own.valid_N1
+    every = run_head(*arguments, tuple(weights))
+    case = Case(own.x_ND, np.ones(()), weights, formula, own.case.terms + 2)
+    case.check_result(every.loss)
+    case.check_gradients({"x": every.grad} | every.weights)
+    for trained in (("lora_A", "lora_B"), ("lora_B",), ("lora_A",)):
+        some = run_head(*arguments, trained)
+        assert some.loss == every.loss and some.weights.keys() == set(trained)
+        for name, gradient in {"x": some.grad, **some.weights}.items():
+            right = every.grad if name == "x" else every.weights[name]
+            np.testing.assert_array_equal(gradient.asnumpy(), right.asnumpy())
+    assert run_head(*arguments, None).loss == every.loss
 
 
 @pytest.mark.parametrize("trained", [(), ("norm",), ("weight",), ("mapping",), ("norm", "mapping")], ids=" ".join)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from trainer.audit.graph import Node, export_step, trained_names
+from trainer.config.checks.adapters import vocabulary_device_problems
 from trainer.config.checks.parallel import is_semi_auto, resolve_for_job
 from trainer.config.device_defaults import apply_device_defaults, device_defaults
 from trainer.device.settings import device_calls, jit_options
@@ -143,6 +144,8 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
         kind = config.model.arch.type
         fix = "audit a configuration of a language model"
         raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
+    for each in vocabulary_device_problems(config):
+        raise each.error
     config = resolve_for_job(config, world)
     device_default_keys = device_defaults(config, "Ascend")
     config = apply_device_defaults(config, "Ascend")

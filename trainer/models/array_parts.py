@@ -40,6 +40,7 @@ from trainer.models.spec.model import AttentionSpec, MlpSpec, MoeSpec
 from trainer.models.spec.names import (
     EMBEDDING,
     FINAL_NORM,
+    HEAD,
     MAPPING_IN,
     MAPPING_OUT,
     MTP_NORM,

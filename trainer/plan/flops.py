@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
-from trainer.models.spec.names import EMBEDDING, MAPPING_IN, MAPPING_OUT, sublayer_of
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN, MAPPING_OUT, adapter_names, sublayer_of
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.optim.freeze import frozen_names
 
@@ -88,6 +88,9 @@ def decoder_products(config: Config) -> tuple[list[list[Products]], list[Product
         if name in parameters:
             reached = trains and (name != MAPPING_IN or EMBEDDING not in frozen)
             ends.append(Products(passes * math.prod(parameters[name].shape), reached, trains and name not in frozen))
+    for parameter in spec.adapter_parameters:
+        if parameter.name != adapter_names(EMBEDDING.removesuffix(".weight"))[0]:  # its rows are looked up
+            ends.append(Products(math.prod(parameter.shape), trains, trains and parameter.name not in frozen))
     return layers, ends
 
 

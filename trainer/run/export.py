@@ -30,8 +30,8 @@ from trainer.checkpoint.weights import module_layers
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, has_sequence_classifier, saved_class, sequence_classifier
 from trainer.errors import UserError
-from trainer.models.spec.adapters import factors_text
-from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
+from trainer.models.spec.adapters import adapted_matrices, factors_text
+from trainer.models.spec.shapes import parameter_shapes
 from trainer.monitors import formatting
 from trainer.monitors.files import make_folder, write_failure
 from trainer.storage.marker import MARKER
@@ -151,7 +151,7 @@ def _load_weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], s
     if config.use_ema:
         which = "moving averages of the weights"
     if merge:
-        pairs = sum(name.endswith(".lora_A.weight") for name in adapter_shapes(config.decoder))
+        pairs = len(list(adapted_matrices(config.decoder)))
         factor = factors_text(config.decoder)
         base = config.load_checkpoint or "random weights"
         adapters = f"the {pairs} adapters of {config.adapter_id}"

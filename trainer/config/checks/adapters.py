@@ -29,6 +29,7 @@ from trainer.models.spec.adapters import (
     ranks_text,
     scales_by_rank,
     vocabulary_adapters,
+    vocabulary_modules,
 )
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import layer_prefix, sublayer_of
@@ -208,6 +209,7 @@ def adapter_notes(config: Config) -> Iterator[str]:
     yield from _target_notes(config, adapters)
     targets = [names for names in _all_matrices(config.decoder) if adapters.targets(names)]
     targets += [names for _, names in _other_modules(config.decoder) if adapters.targets(names)]
+    targets += [names for names in vocabulary_modules().values() if adapters.targets(names)]
     for expression in adapters.excluding:
         if not any(adapters.excludes(expression, names) for names in targets):
             yield f"{_EXCLUDED}: {expression!r} excludes nothing that target_modules matches"

@@ -65,8 +65,10 @@ class PetConfig(Section):
     target_modules: str = setting(
         ".*wq|.*wk|.*wv|.*wo", "Regular expression for the full name of the matrices to adapt: q_proj, k_proj, v_proj,"
         " o_proj, gate_proj, up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2 or linear_qkv, linear_proj, linear_fc1,"
-        " linear_fc2, with or without a prefix such as model.layers.0.self_attn. Multi-head latent attention has"
-        " q_a_proj and q_b_proj (q_proj without q_lora_rank), kv_a_proj_with_mqa, kv_b_proj and o_proj.", min_length=1)
+        " linear_fc2, with or without a prefix such as model.layers.0.self_attn. embed_tokens and lm_head (or"
+        " tok_embeddings, word_embeddings, output_layer) have adapters if they are named. Multi-head latent attention"
+        " has q_a_proj and q_b_proj (q_proj without q_lora_rank), kv_a_proj_with_mqa, kv_b_proj and o_proj.",
+        min_length=1)
     exclude_layers: _Expression | list[_Expression] = setting(
         [], "Regular expressions for matrices without adapters: for the full name of a matrix or of a module that"
         " contains it, or for the beginning of one part of the name. Default: none.")

@@ -80,20 +80,27 @@ def adapted_matrices(settings: ModelConfig) -> Iterator[tuple[str, AdapterSpec]]
     yield from vocabulary_adapters(settings).items()
 
 
+def vocabulary_modules() -> dict[str, ModuleNames]:
+    """Returns all full names of the embedding and of the head, by those that they have here."""
+    from trainer.config.schema.adapter import ModuleNames  # its package imports this module
+
+    return {
+        name: ModuleNames((name, f"model.{graph}"), (f"model.{pynative}", pynative))
+        for name, (graph, pynative) in _VOCABULARY_MODULES.items()
+    }
+
+
 def vocabulary_adapters(settings: ModelConfig) -> dict[str, AdapterSpec]:
     """Returns the adapters of embedding and head by the full names of these, without the last part.
 
     target_modules has to name them: an expression for any name, such as `.*`, is one for the matrices of layers.
     """
-    from trainer.config.schema.adapter import ModuleNames  # its package imports this module
-
     pet = settings.pet_config
     common = adapter_spec(settings)
     if pet is None or common is None:
         return {}
     adapters = {}
-    for name, (other, pynative) in _VOCABULARY_MODULES.items():
-        names = ModuleNames((name, f"model.{other}"), (f"model.{pynative}", pynative))
+    for name, names in vocabulary_modules().items():
         words = [full.rpartition(".")[2] for full in (*names.others, *names.pynative)]
         if any(word in pet.target_modules for word in words) and pet.adapts(names):
             rank = pet.rank_of(name)

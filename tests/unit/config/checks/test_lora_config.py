@@ -16,7 +16,7 @@ from trainer.checkpoint.documents import BaseRecord
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, dump_config, parse_config, preflight
 from trainer.config.schema.adapter import PetConfig
-from trainer.models.spec.adapters import layer_targets, module_names, projections
+from trainer.models.spec.adapters import layer_targets, module_names, projections, vocabulary_adapters
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.shapes import (
     adapted_projections,
@@ -27,6 +27,7 @@ from trainer.models.spec.shapes import (
     parameter_shapes,
     parameter_specs,
 )
+from trainer.parallel.world import World
 from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
@@ -54,6 +55,31 @@ def targets(expression: str, layer: int = 0, **section: object) -> list[str]:
 
 
 # Which matrices
+
+
+@pytest.mark.parametrize(
+    ("expression", "section", "expected"),
+    [
+        ("embed_tokens|lm_head", {}, ["model.embed_tokens", "lm_head"]),
+        (r".*q_proj|model\.embed_tokens", {}, ["model.embed_tokens"]),
+        (".*tok_embeddings", {}, ["model.embed_tokens"]),
+        (".*output_layer", {}, ["lm_head"]),
+        ("embed_tokens|lm_head", {"exclude_layers": "lm_head"}, ["model.embed_tokens"]),
+        ("linear_qkv|word_embeddings|output_layer", {"match": "search"}, ["model.embed_tokens", "lm_head"]),
+        (".*", {}, []),  # for matrices of layers
+        (".*", {"match": "search", "exclude_layers": "output_layer"}, []),
+    ],
+)
+def test_the_vocabulary_has_adapters_if_it_is_named(expression: str, section: dict, expected: list[str]) -> None:
+    decoder = config_of(target_modules=expression, rank_pattern={"lm_head": 3}, **section).decoder
+    assert list(vocabulary_adapters(decoder)) == expected
+    shapes = adapter_shapes(decoder)
+    vocabulary, width = decoder.vocab_size, decoder.hidden_size
+    if "lm_head" in expected:
+        assert shapes["lm_head.lora_A.weight"] == (3, width) and shapes["lm_head.lora_B.weight"] == (vocabulary, 3)
+    if "model.embed_tokens" in expected:
+        assert shapes["model.embed_tokens.lora_embedding_A"] == (8, vocabulary)
+        assert shapes["model.embed_tokens.lora_embedding_B"] == (width, 8)
 
 
 QUERIES = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -196,6 +222,11 @@ def test_defaults_are_those_of_the_documentation() -> None:
         ({"match": "search", "target_modules": "wq"}, ["matches none", "write linear_qkv; their names end in"]),
         ({"match": "search", "target_modules": "*q"}, ["'linear_qkv|linear_proj'"]),
         ({"match": "search", "target_modules": ".*"}, ["matches output_layer", "write exclude_layers: 'output_layer'"]),
+        (
+            {"target_modules": "wq|lm_head|embed_tokens", "use_dora": True},
+            ["adapters of model.embed_tokens and lm_head are not supported with use_dora"],
+        ),
+        ({"target_modules": "lm_head", "lora_dropout": 0.1}, ["adapters of lm_head are not supported"]),
         ({"lora_a_std": 0}, ["lora_a_std = 0", "greater than 0"]),
         ({"lora_b_std": -0.1}, ["lora_b_std = -0.1", "at least 0"]),
         ({"rank_pattern": {"k": 0}}, ["rank_pattern.k = 0", "at least 1"]),
@@ -215,6 +246,16 @@ def test_a_mistake_is_told_with_its_line_rule_and_fix(section: dict, parts: list
     message = error_of(with_adapters(**section))
     for part in [f"a.yaml:{LINE}", KEY, "Fix: ", *parts]:
         assert part in message, message
+
+
+def test_adapters_of_embedding_and_head_need_matrices_that_are_two_on_one_rank() -> None:
+    text = with_adapters(target_modules="wq|embed_tokens")
+    message = error_of(text, "model.model_config.tie_word_embeddings=True", "optimizer.loraplus_lr_ratio=4")
+    assert "not supported with tie_word_embeddings, optimizer.loraplus_lr_ratio" in message
+    world = World(0, 2)
+    for key in ("parallel_config.model_parallel=2", "parallel_config.pipeline_stage=2"):
+        message = failure(lambda key=key: preflight(load(text, key, "use_parallel=True"), world))
+        assert "adapters of model.embed_tokens are supported with data parallelism only" in message
 
 
 def test_adapters_need_their_section() -> None:
@@ -252,8 +293,8 @@ def test_what_an_expression_matches_in_vain_is_noted() -> None:
     found = notes(with_adapters(exclude_layers=[".*wk", "layers.0", "output_layer"]), quiet)
     assert "exclude_layers: 'layers.0' excludes nothing" in found and "'output_layer' excludes nothing" in found
     assert "wk" not in found
-    found = notes(with_adapters(target_modules=".*wq|.*output_layer"), quiet)
-    assert "target_modules: output_layer can have no adapter here" in found
+    found = notes(with_adapters(target_modules="lm_head|embed_tokens", exclude_layers=["lm_head", "wk"]), quiet)
+    assert "'wk' excludes nothing" in found and "'lm_head' excludes" not in found
     found = notes(with_adapters(target_modules=".*", match="search", exclude_layers="output_layer|fc1"), quiet)
     assert "linear_qkv is q_proj, k_proj, v_proj here, each with an adapter of its own" in found
     assert "fc1" not in found and "excludes" not in found
