@@ -166,9 +166,8 @@ def _level_of_policy(work: Translation, policy: str, strategy: str) -> tuple[str
         work.problem(_RESHARDING, rule, "write never or default, or set context.device_target to CPU")
     elif policy == "always":
         return "level3", _RESHARDING
-    elif policy == "default" and _degree(work, _STAGES) == 1:
-        if not is_ascend:
-            return "level3", strategy
+    elif policy == "default" and _degree(work, _STAGES) == 1 and not is_ascend:
+        return "level3", strategy
     return "level2", _RESHARDING
 
 

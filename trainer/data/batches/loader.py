@@ -66,15 +66,7 @@ def training_batches(
 def eval_batches(
     config: Config, ranks: DataParallelRank, progress: Progress, note: Callable[[str], None]
 ) -> EvalBatches:
-    """Opens the data of run mode eval.
-
-    Args:
-        progress: Called with (bytes done, all bytes) while text is tokenized.
-        note: Called with sentences for the user.
-
-    Raises:
-        UserError: The data cannot be read, or do not fill a batch.
-    """
+    """Opens the data of run mode eval; see `training_batches` for arguments and errors."""
     return _evaluation(config, build_eval_dataset(config, progress, note), ranks)
 
 
