@@ -161,9 +161,7 @@ def open_token_files(
 ) -> list[tuple[DataSource, float, TokenFile]]:
     """Opens the token file of each source of a section of text or records, with the weight of the source.
 
-    Args:
-        progress: Called with (bytes done, bytes of the source) while a token file is built.
-        note: Called with a sentence if the data differ from what was requested.
+    The arguments are those of `build_datasets`.
 
     Raises:
         UserError: Files or the tokenizer are missing or damaged, or a token is beyond the model's vocabulary.

@@ -301,9 +301,10 @@ def _set_class_defaults(
     for name, value in defaults.items():
         if name == "seq_length" and isinstance(longest, int):
             value = min(value, longest)
-        key = f"{_EXPERTS}.{yaml_names(MoEConfig).get(name)}"
         if name in yaml_names(ModelConfig):
             key = f"{_MODEL}.{yaml_names(ModelConfig)[name]}"
+        else:
+            key = f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
         main = key.rpartition(".")[2]
         if value is None or not _fits(name, value, settings) or not _set_default(resolved, key, value, because):
             continue

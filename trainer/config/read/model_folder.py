@@ -209,16 +209,15 @@ def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
         raise UserError(rule, where=file, key=KEY, fix=f"write {_ARCH} in the YAML")
     used: dict[str, Entry] = {}
     values = {"use_sliding_window": FAMILIES[family].defaults.get("use_sliding_window"), **values}
-    not_windowed = values["use_sliding_window"] is False
     unread: list[str] = []
     for key, entry in entries.items():
         action = classify_key(key, values[key], family, named)
         # Qwen's files describe a sliding window that is off, too.
-        is_inactive = key in ("sliding_window", "max_window_layers", "layer_types") and not_windowed
+        is_of_window = key in ("sliding_window", "max_window_layers", "layer_types")
         if action == "read":
             unsupported = _unsupported(key, entry, FAMILIES[family])
             problems += unsupported
-            if not unsupported and not is_inactive:
+            if not unsupported and not (is_of_window and values["use_sliding_window"] is False):
                 used[key] = entry
         elif action == "unread":
             unread.append(key)
