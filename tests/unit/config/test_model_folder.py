@@ -262,7 +262,7 @@ def test_names_of_two_families_are_an_error(tmp_path: Path) -> None:
     assert "['Qwen3ForCausalLM']: is not the known class of model_type llama, which is LlamaForCausalLM" in message
     assert "write model.arch.type: LlamaForCausalLM or Qwen3ForCausalLM" in message
     assert load(key(folder, "model: {arch: {type: Qwen3ForCausalLM}}\n")).model.arch.type == "Qwen3ForCausalLM"
-    other_head = folder_of(tmp_path, described(), architectures=["Qwen3ForSequenceClassification"])
+    other_head = folder_of(tmp_path, described(), architectures=["Qwen3ForTokenClassification"])
     assert "model_type qwen3, which is Qwen3ForCausalLM" in error_of(key(other_head))
 
 
