@@ -24,6 +24,7 @@ from tiny_trainer import TOKENS, config_of, join, make_batch  # noqa: E402
 from trainer.arrays.attention.positions import TokenPositions, query_blocks  # noqa: E402
 from trainer.arrays.cells import DTYPES, PartWeights  # noqa: E402
 from trainer.config import Config  # noqa: E402
+from trainer.config.recompute import RecomputeConfig  # noqa: E402
 from trainer.data import Batch  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
@@ -164,6 +165,14 @@ def write_trace(group: ProcessGroup | None, case: Case, folder: Path, pattern: s
     observe_steps(step, batches, TraceWriter(folder, world.rank, pattern), world, config, lambda text: None)
     if fault is not None and has_fault and fault.kind in LOSSES:
         LOSSES[fault.kind](folder / f"rank-{world.rank}", fault.layer)
+
+
+def losses_without_a_trace(group: ProcessGroup, given: dict[str, Any]) -> list[float]:
+    """Returns the losses of a case on one rank that nothing observes, with layers in one piece."""
+    case = case_of(given)
+    config = config_of_case(case).model_copy(update={"recompute_config": RecomputeConfig()})
+    step = open_training(config, lambda update: 1e-3, weights_of(config), SINGLE_PROCESS, "CPU")
+    return [step(micro_batches(case, number, 0)).loss for number in range(case.steps)]
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from trainer.config import Config
 from trainer.config.checks.parallel import runs_semi_auto, shards_optimizer, zero_level
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.recompute import RecomputeConfig
+from trainer.models.spec.adapters import adapter_spec
 from trainer.parallel.world import World
 
 
@@ -32,8 +33,9 @@ def trace_problems(config: Config, world: World) -> Iterator[ConfigError]:
         rule = "ranks have ranges of gradients, which a trace does not know"
         yield problem(config, key, rule, "write level1, which computes the same numbers")
     rates = {f"model.model_config.{name}": getattr(config.decoder, name) for name in _DROPOUT}
-    if config.decoder.pet_config is not None:
-        rates["model.model_config.pet_config.lora_dropout"] = config.decoder.pet_config.lora_dropout
+    adapter = adapter_spec(config.decoder)
+    if adapter is not None:
+        rates["lora_dropout"] = adapter.dropout
     for key, rate in rates.items():
         if rate:
             rule = "ranks draw other masks than one rank does, so that nothing would be equal"
