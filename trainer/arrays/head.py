@@ -229,8 +229,9 @@ class FusedLinearCrossEntropy:
                 slope_of_part = slope_nV[:size]
             weights_n = valid_n1[:, 0].astype(np.float64)
             losses_n = self._losses(
-                logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, slope_of_part, adapter, terms, weights_n
-            )
+                logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, slope_of_part, adapter, terms,
+                weights_n,
+            )  # fmt: skip
             out_N[part] = losses_n
             loss += float(losses_n @ weights_n)
             if grad_NE is not None and grad_nV is not None:

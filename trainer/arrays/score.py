@@ -17,6 +17,7 @@ from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import empty
 
 if TYPE_CHECKING:
+    from trainer.arrays.loss_terms import LossTerms
     from trainer.arrays.preferences import Pairs
     from trainer.arrays.tiles import SublayerCall
 
@@ -41,11 +42,11 @@ class ScoreHead(FusedLinearCrossEntropy):
     @np.errstate(all="ignore")
     def forward(
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
-        pairs: Pairs | None = None,
+        pairs: Pairs | None = None, terms: LossTerms | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the loss of the pairs; if `call.save`, also computes the gradients of x and of the trained weights.
         """
-        if pairs is None:
+        if pairs is None or terms is not None:
             raise ValueError("a score has no loss of tokens")
         last_A = pairs.last_tokens(valid_N1)
         x_AD = np.ascontiguousarray(x_nD[last_A])

@@ -44,6 +44,14 @@ class Call(NamedTuple):
     item_bytes: int = FLOAT32_BYTES  # bytes of a number
 
 
+def head_numbers(config: Config) -> int:
+    """Returns how many numbers of each token tensor-parallel ranks exchange for the loss.
+
+    They are the largest logit, the sum of exponents and the label's logit. Terms of the loss need the sum of logits, too.
+    """
+    return 3 + config.decoder.has_loss_terms
+
+
 class JobInfo(NamedTuple):
     """The facts that all ranks share."""
 
@@ -52,7 +60,7 @@ class JobInfo(NamedTuple):
     trained: frozenset[str]
     recomputed: Sequence[str]  # what of each layer the backward pass recomputes
     first: int  # of `ModelSpec.first_reached`
-    head_numbers: int  # of each token that tensor-parallel ranks exchange for the loss
+    head_numbers: int  # of `head_numbers`
 
     @classmethod
     def from_config(cls, config: Config, world: World) -> JobInfo:
@@ -60,8 +68,7 @@ class JobInfo(NamedTuple):
         spec = model_spec(config.decoder)
         layout = model_layout_for(config, world)
         trained = frozenset(trained_shapes(config))
-        head_numbers = 3 + config.decoder.has_loss_terms
-        return cls(spec, layout, trained, recomputed_parts(config), spec.first_reached(trained), head_numbers)
+        return cls(spec, layout, trained, recomputed_parts(config), spec.first_reached(trained), head_numbers(config))
 
 
 def weight_calls(config: Config, world: World, where: MeshCoordinate, job: JobInfo) -> Iterator[Call]:

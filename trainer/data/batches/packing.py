@@ -191,7 +191,7 @@ class PackedDataset(SequenceDataset):
         )  # fmt: skip
 
     def padding(self, size: int) -> Batch | PairBatch:
-        batch = super().padding(size)
+        batch = padding_batch(size, self.seq_length)
         if self._pairs:
             return compared(batch)
         return batch

@@ -26,7 +26,7 @@ from trainer.plan.device.memory import kept_of_layer
 from trainer.plan.division import fullest_rank, micro_batch_tokens, rank_groups
 from trainer.plan.flops import Products, decoder_products
 from trainer.plan.traffic import LayerPasses, MessageSizes, end_calls, layer_calls
-from trainer.plan.weight_traffic import Call, JobInfo, weight_calls
+from trainer.plan.weight_traffic import Call, JobInfo, head_numbers, weight_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -401,7 +401,7 @@ class StepEstimator:
                 one = one._replace(sums=())
             layouts[name] = one
         trained = frozenset(self.facts.trained)
-        return JobInfo(spec, ModelLayout(degrees, layouts), trained, (), self.facts.first)
+        return JobInfo(spec, ModelLayout(degrees, layouts), trained, (), self.facts.first, head_numbers(config))
 
 
 def _rank(degrees: Degrees, stage: int) -> int:

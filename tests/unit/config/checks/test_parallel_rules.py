@@ -511,7 +511,9 @@ def test_terms_of_the_loss_and_noise_say_at_once_what_they_lack(
     assert not list(term_problems(load(BASE, f"model.model_config.{name}={TERMS[name]}"), SINGLE_PROCESS, True))
 
 
-@pytest.mark.parametrize(("text", "device"), [("context: {mode: 1}\n", "CPU"), ("", "Ascend")], ids=["mode 1", "Ascend"])
+@pytest.mark.parametrize(
+    ("text", "device"), [("context: {mode: 1}\n", "CPU"), ("", "Ascend")], ids=["mode 1", "Ascend"]
+)
 def test_a_base_in_few_bytes_needs_the_array_engine(text: str, device: str) -> None:
     config = load(BASE + text, f"{PET}.base_dtype=int8")
     with pytest.raises(UserError) as caught:
