@@ -106,6 +106,16 @@ def test_merged_matrices_are_those_of_peft(name: str, tmp_path: Path) -> None:
     assert case.merged.keys() < merged.keys()
 
 
+def test_the_embedding_that_peft_saves_must_be_the_base_model_s(tmp_path: Path) -> None:
+    case = load_adapter_case("adapter_vocabulary")
+    mine = adapted(case, tmp_path)
+    config = config_of(model={**model_settings(load_model_case(case.model).config), "pet_config": pet_config(case)})
+    fitting_adapters(case.adapters, config, tmp_path, "test", base=mine.weights)
+    changed = mine.weights | {"model.embed_tokens.weight": mine.weights["model.embed_tokens.weight"] + 1}
+    with pytest.raises(UserError, match="has another model.embed_tokens.weight than the base model"):
+        fitting_adapters(case.adapters, config, tmp_path, "test", base=changed)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if load_adapter_case(name).start])
 def test_initial_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
     """The product B0 A0, which does not depend on the signs of singular vectors, and the conversion there and back."""
