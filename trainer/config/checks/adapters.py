@@ -16,6 +16,7 @@ from trainer.config.schema.adapter import ModuleNames, PetConfig, ends_with
 from trainer.config.schema.root import Config
 from trainer.input_files import missing_path_reason
 from trainer.models.spec.adapters import (
+    TARGETS_KEY,
     adaptable_matrices,
     adapted_matrices,
     adapter_spec,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 SECTION = "model.model_config.pet_config"
 """The section of the file that describes the adapters."""
-_TARGETS = f"{SECTION}.target_modules"
 _EXCLUDED = f"{SECTION}.exclude_layers"
 _LARGEST_LAYER = 256
 """Of a pattern with a layer that the model does not have."""
@@ -92,7 +92,7 @@ def _vocabulary_problems(config: Config, adapters: PetConfig) -> Iterator[Config
         lacking.append("optimizer.loraplus_lr_ratio")
     if lacking:
         rule = f"adapters of {' and '.join(names)} are not supported with {', '.join(lacking)}"
-        yield problem(config, _TARGETS, rule, "leave that out, or name matrices of layers alone")
+        yield problem(config, TARGETS_KEY, rule, "leave that out, or name matrices of layers alone")
 
 
 def _method_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
@@ -137,12 +137,12 @@ def vocabulary_device_problems(config: Config) -> Iterator[ConfigError]:
     names = list(vocabulary_adapters(config.decoder))
     if names:
         rule = f"adapters of {' and '.join(names)} are supported on a CPU in explicit mode only"
-        yield problem(config, _TARGETS, rule, "name matrices of layers alone, or run on a CPU")
+        yield problem(config, TARGETS_KEY, rule, "name matrices of layers alone, or run on a CPU")
 
 
 def _pattern_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
     patterns = {f"{SECTION}.{key}": getattr(adapters, key) for key in ("rank_pattern", "alpha_pattern")}
-    expressions_of = {_TARGETS: (adapters.target_modules,), _EXCLUDED: adapters.excluding, **patterns}
+    expressions_of = {TARGETS_KEY: (adapters.target_modules,), _EXCLUDED: adapters.excluding, **patterns}
     for key, expressions in expressions_of.items():
         try:
             for expression in expressions:
@@ -159,22 +159,22 @@ def _target_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigErro
     if others and adapters.match == "search":
         excluded = "|".join((*adapters.excluding, *dict.fromkeys(_OTHER_MODULES[name] for name in others)))
         rule = f"matches {', '.join(others)}, which can have no adapter here"
-        yield problem(config, _TARGETS, rule, f"write exclude_layers: '{excluded}'")
+        yield problem(config, TARGETS_KEY, rule, f"write exclude_layers: '{excluded}'")
     elif _adapted_names(decoder) or vocabulary_adapters(decoder):
         if missing:
             rule = f"multi-head latent attention has no module that matches {', '.join(missing)}"
-            yield problem(config, _TARGETS, rule, f"name others: {one_of(_last_words(decoder, adapters))}")
+            yield problem(config, TARGETS_KEY, rule, f"name others: {one_of(_last_words(decoder, adapters))}")
     elif adapters.match == "full" and (_targets_in_experts(config, adapters) or _targets_experts(config, adapters)):
         fix = "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'"
-        yield problem(config, _TARGETS, "matches only weights of experts, where LoRA is not supported", fix)
+        yield problem(config, TARGETS_KEY, "matches only weights of experts, where LoRA is not supported", fix)
     elif any(adapters.targets(names) for names in _all_matrices(decoder)):
         rule = "excludes every matrix that target_modules matches"
         yield problem(config, _EXCLUDED, rule, "name fewer layers or matrices")
     elif _matches_other_layers(decoder, adapters):
         rule = "matches only layers that the model does not have"
-        yield problem(config, _TARGETS, rule, f"the model's layers are {all_layers(decoder.num_layers)}")
+        yield problem(config, TARGETS_KEY, rule, f"the model's layers are {all_layers(decoder.num_layers)}")
     else:
-        yield problem(config, _TARGETS, "matches none of the model's matrices", _nearest_targets(decoder, adapters))
+        yield problem(config, TARGETS_KEY, "matches none of the model's matrices", _nearest_targets(decoder, adapters))
 
 
 def _matches_other_layers(decoder: ModelConfig, adapters: PetConfig) -> bool:
@@ -269,12 +269,12 @@ def _target_notes(config: Config, adapters: PetConfig) -> Iterator[str]:
         return
     names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in _targets_in_experts(config, adapters)))
     if names:
-        yield f"{_TARGETS}: {names} of MoE layers get no adapters: LoRA on experts is not supported"
+        yield f"{TARGETS_KEY}: {names} of MoE layers get no adapters: LoRA on experts is not supported"
     elif _targets_experts(config, adapters):
-        yield f"{_TARGETS}: routers and experts get no adapters: LoRA on them is not supported"
+        yield f"{TARGETS_KEY}: routers and experts get no adapters: LoRA on them is not supported"
     others = [name for name in _targets_without_adapters(config, adapters) if "experts" not in name]
     if others:
-        yield f"{_TARGETS}: {', '.join(others)} can have no adapter here"
+        yield f"{TARGETS_KEY}: {', '.join(others)} can have no adapter here"
 
 
 def _separate_adapters_notes(config: Config) -> Iterator[str]:
@@ -285,7 +285,7 @@ def _separate_adapters_notes(config: Config) -> Iterator[str]:
         by_module.setdefault(module, []).append(_last_word(name))
     for module, names in by_module.items():
         if len(names) > 1:
-            yield f"{_TARGETS}: {module} is {', '.join(names)} here, each with an adapter of its own"
+            yield f"{TARGETS_KEY}: {module} is {', '.join(names)} here, each with an adapter of its own"
 
 
 def _peft_notes(config: Config) -> Iterator[str]:
@@ -297,7 +297,7 @@ def _peft_notes(config: Config) -> Iterator[str]:
     for matrices in FAMILIES[architecture].joined_tensors.values():
         if not set(_adapted_names(decoder)).isdisjoint(matrices):
             names = " and ".join(name.split(".")[-1] for name in matrices)
-            yield (f"{_TARGETS}: PEFT cannot load adapters of {names}, which are one matrix in transformers'"
+            yield (f"{TARGETS_KEY}: PEFT cannot load adapters of {names}, which are one matrix in transformers'"
                    f" {architecture}: `export --merge` writes the whole model")
 
 

@@ -14,7 +14,7 @@ from trainer.config.checks.degrees import (
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import CLASSIFIER, Config
-from trainer.models.spec.adapters import vocabulary_adapters
+from trainer.models.spec.adapters import TARGETS_KEY, vocabulary_adapters
 from trainer.parallel.mesh import Degrees, degree_mismatch, indivisible_degree
 from trainer.parallel.world import World
 
@@ -193,7 +193,7 @@ def _whole_matrices(config: Config, world: World, degrees: Degrees) -> Iterator[
     if outer and sharded:
         rule = f"adapters of {' and '.join(outer)} are supported with data parallelism only"
         fix = "name matrices of layers alone, or use data_parallel alone and optimizer_level level2"
-        yield problem(config, "model.model_config.pet_config.target_modules", rule, fix)
+        yield problem(config, TARGETS_KEY, rule, fix)
     if key and sharded:
         rule = "is supported with data parallelism only, where every rank has all weights"
         yield problem(config, key, rule, "leave it out, or use data_parallel alone and optimizer_level level2")

@@ -30,8 +30,9 @@ Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocab
 """How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not at all; by its outputs; by its
 outputs where key/value heads may be replicated; by its inputs; by the vocabulary; by its stack of experts. A "partial"
 parameter is replicated, but each rank computes only a part of its gradient."""
-Init: TypeAlias = Literal["normal", "residual", "ones", "zeros", "lora_a", "lora_b", "lora_magnitude",
-                        "lora_embedding_b"]
+Init: TypeAlias = Literal[
+    "normal", "residual", "ones", "zeros", "lora_a", "lora_b", "lora_embedding_b", "lora_magnitude"
+]
 """Initial value; "residual" is normal, scaled down with the depth of the model."""
 Role: TypeAlias = Literal["embedding", "matrix", "norm", "bias", "router", "buffer", "adapter"]
 
