@@ -27,6 +27,8 @@ from tolerances import RUN_LOSSES, RUN_NORMS
 from trainer.cli.main import dispatch
 from trainer.config import load_config
 from trainer.errors import UserError
+from trainer.parallel.world import SINGLE_PROCESS
+from trainer.run.plan_file import plan_file
 from trainer.run.prepare import build_plan
 
 pytestmark = pytest.mark.slow
@@ -229,6 +231,11 @@ REFUSED = {
     "which carry loss without their prompt": {"train_dataset__train_on": "all"},
     "; pair 1 of": {"model__model_config__seq_length": 20},
 }
+
+
+def test_a_plan_for_an_ascend_refuses_the_loss(path: Path) -> None:
+    with pytest.raises(UserError, match="not yet supported with anything but native layers on a CPU"):
+        plan_file(config_of(path, context__device_target="Ascend"), SINGLE_PROCESS, [])
 
 
 @pytest.mark.parametrize("text", REFUSED)

@@ -230,3 +230,10 @@ def test_micro_batches_equal_one_batch(kind: str) -> None:
     first, second = [[each.loss, each.accuracy, each.margin] for each in evaluated]
     np.testing.assert_allclose(first, second, rtol=RUN_NORMS)
     assert abs(first[0] - apart([whole]).loss) < RUN_NORMS * abs(first[0])
+
+
+def test_a_step_without_undesirable_answers_has_no_reward_of_them() -> None:
+    batch = pair_batch(1, [(3, 4)])
+    for value, name in ((1, CHOSEN), (0, REJECTED)):
+        found = open_step("kto")([batch._replace(values=np.full_like(batch.values, value))]).losses
+        assert found.keys() == {name, "rewards/accuracies", "kl"}

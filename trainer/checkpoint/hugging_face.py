@@ -133,17 +133,18 @@ def _special_ids(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
 def score_padding(config: Config, tokenizer: Tokenizer | None) -> int | None:
     """Returns the padding token of a reward model, with which transformers finds the last token of an answer.
 
-    So it must not end an answer. It is the tokenizer's padding or unknown token; of bytes it is 0. None if the
-    tokenizer has neither.
+    So it must not end an answer. It is the tokenizer's padding or unknown token, or a special token with pad in its
+    name, such as Llama's <|finetune_right_pad_id|>; of bytes it is 0. None if the tokenizer has none of them.
     """
     if tokenizer is None or isinstance(tokenizer, ByteTokenizer):
         return 0
-    ends = set(tokenizer.eos_ids)
+    ends = {tokenizer.eos_id}
     template = _template_of(config, tokenizer)
     if template is not None and template.turn_end_id is not None:
         ends.add(template.turn_end_id)
-    for name in ("pad_token", "unk_token"):
-        token = tokenizer.special_tokens.get(name)
+    named = [tokenizer.special_tokens.get(name) for name in ("pad_token", "unk_token")]
+    added = [token for token, is_special in tokenizer.added_tokens.items() if is_special and "pad" in token.lower()]
+    for token in (*named, *added):
         if isinstance(token, str):
             ids = tokenizer.encode(token)
             if len(ids) == 1 and ids[0] not in ends and ids[0] < config.decoder.vocab_size:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from mindspore import Tensor, ops
 
+from trainer.arrays.preferences import REWARDS
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.ops.measures import metric_functions, read_together
 from trainer.ops.routing import RouterRates, RoutingCounts
@@ -74,7 +75,8 @@ class StepGradients:
         empty: Micro-batches of all ranks without a loss token.
         gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None if the global
             batch has no loss token.
-        others: Auxiliary losses by name, before their factors, each a mean over its labels; none without labels.
+        others: Auxiliary losses by name, before their factors, each a mean over its labels. A mean reward of answers
+            that the global batch lacks is left out.
         routing: Counts over all ranks, tensors on a device.
         norms: Norms of the gradients, if they were requested.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank; None where
@@ -274,7 +276,11 @@ def _reduce_and_read(
         tokens=tokens,
         empty=empty,
         gradients=reduced.gradients,
-        others={name: float(read[name]) / weight for name, weight in zip(others, weights, strict=True) if weight},
+        others={
+            name: float(read[name]) / max(weight, 1)
+            for name, weight in zip(others, weights, strict=True)
+            if weight or name not in REWARDS
+        },
         routing=routing,
         router_rates=router_rates,
         norms=norms,

@@ -107,7 +107,7 @@ def _score_problems(config: Config, world: World, on_arrays: bool) -> Iterator[C
 def _unsupported(config: Config, world: World, on_arrays: bool) -> Iterator[str]:
     """Yields what the configuration has that this loss does not support."""
     degrees = parallel_degrees(config, world)
-    if config.decoder.num_labels and config.has_adapters:
+    if config.classifier is None and config.decoder.num_labels and config.has_adapters:
         yield "adapters of a reward model, whose new head they would leave frozen"
     if config.classifier is not None:
         yield "a classifier"
