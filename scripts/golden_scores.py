@@ -6,8 +6,7 @@
     torch-env/bin/python scripts/golden_scores.py --trainer .venv/bin/python    # checks what the trainer exports, too
 
 The environment is that of make_golden.py. `--trainer` names the Python that run_trainer.py runs with: it exports each
-reward model, and transformers must load the folder without a missing tensor and with the same scores. The family must
-be one of `has_sequence_classifier` if and only if transformers has the class.
+reward model, and transformers must load the folder without a missing tensor and with the same scores.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_files import load_model_case
 from golden_scores_cases import DOCUMENTS, NAMES, load_scores, write_reward_model
 from numpy_kernels import distance
 from tolerances import decoder_limits
@@ -15,6 +16,8 @@ from tolerances import decoder_limits
 from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.weights import read_weights
 from trainer.config import Config, parse_config
+from trainer.config.families import FAMILIES
+from trainer.config.hugging_face import has_sequence_classifier
 from trainer.errors import UserError
 from trainer.run.export import export
 from trainer.run.session import open_session
@@ -55,6 +58,12 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 def edit_config(folder: Path, **keys: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def test_each_class_has_a_case() -> None:
+    kinds = {load_model_case(name).metadata["config_as_saved"]["model_type"] for name in NAMES}
+    known = {family.model_type for kind, family in FAMILIES.items() if has_sequence_classifier(kind)}
+    assert kinds == known
 
 
 def test_a_family_without_a_class_of_transformers_is_not_exported(tmp_path: Path) -> None:
