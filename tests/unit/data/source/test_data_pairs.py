@@ -254,6 +254,16 @@ def test_a_labelled_answer_has_one_to_another_prompt(tmp_path: Path) -> None:
     assert found == right
 
 
+def test_damaged_labels_are_written_again(tmp_path: Path) -> None:
+    before, _ = labelled_dataset(tmp_path, *labelled(9))
+    labels = before.batch(range(before.num_sequences)).values
+    [path] = tmp_path.rglob("values.bin")
+    path.write_bytes(bytes(len(path.read_bytes())))
+    again, _ = labelled_dataset(tmp_path, *labelled(9))
+    assert labels.any()
+    np.testing.assert_array_equal(again.batch(range(again.num_sequences)).values, labels)
+
+
 def test_labelled_conversations(tmp_path: Path) -> None:
     records = [
         {"prompt": [*EARLIER, {"role": "user", "content": "2 + 2?"}], "completion": [GOOD], "label": True},
