@@ -26,7 +26,7 @@ ALONE = [case for case in FAULT_CASES if case.layout == "alone"] + [
     Case(model, dtype="bfloat16", seed=1) for model in ("dense", "experts", "latent")
 ]
 ON_TWO = [case for case in FAULT_CASES if case.ranks == 2] + [
-    case for case in CLEAN_CASES if case.ranks == 2 and case.dtype == "float32" and case.layout in ("context", "experts")
+    case for case in CLEAN_CASES if case.layout in ("context", "experts") and case.dtype == "float32"
 ]  # fmt: skip
 TWO_STEPS = Case(seed=8, steps=2)
 PLAIN, PLAIN_ON_TWO = Case(seed=9), Case(layout="tensor", seed=9)
@@ -142,7 +142,8 @@ def write_dump(trace: Trace, dump: Path, task: str, style: int, factor: float = 
                         assert weight is not None
                         parameters = {"weight": describe(
                             folder, open_array(weight), f"{entry}.forward.{call}.parameters.weight", task)}  # fmt: skip
-                        data[f"{entry}.forward.{call}"] = {"input_args": arguments, "output": [], "parameters": parameters}
+                        tensors = {"input_args": arguments, "output": [], "parameters": parameters}
+                        data[f"{entry}.forward.{call}"] = tensors
                         continue
                     data[f"{entry}.forward.{call}"] = {
                         "input_args": [], "output": tensor("activation", ours, f"{entry}.forward.{call}.output.0")}
@@ -233,4 +234,3 @@ def test_a_dump_without_modules_is_an_error(folder: Path, tmp_path: Path) -> Non
 ])  # fmt: skip
 def test_modules_get_the_names_of_hugging_face(path: str, name: str) -> None:
     assert module_name(path) == name
-

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.models.spec.names import POST_ATTENTION_NORM, POST_MLP_NORM
 from trainer.trace.record import RANK_FILE, Key, Piece, rank_folders, read_manifest, read_pieces
 from trainer.trace.sketch import Place, Summary, join_summaries
 
@@ -117,8 +118,9 @@ def layer_of(name: str) -> int | None:
     return int(match[1])
 
 
-_FORWARD = ("self_attn.o_proj.input", "self_attn", "post_self_attn_layernorm", "mlp.gate", "mlp.gate_proj",
-            "mlp.up_proj", "mlp", "post_mlp_layernorm")  # fmt: skip
+_ATTENTION_NORM = POST_ATTENTION_NORM.removesuffix(".weight")
+_FORWARD = ("self_attn.o_proj.input", "self_attn", _ATTENTION_NORM, "mlp.gate", "mlp.gate_proj", "mlp.up_proj", "mlp",
+            POST_MLP_NORM.removesuffix(".weight"))  # fmt: skip
 _PHASES = {"weight": 0, "activation": 1, "choice": 1, "loss": 2, "activation gradient": 3, "gradient": 3, "norm": 4}
 _BEHIND = 1 << 30
 
@@ -142,7 +144,7 @@ def position(key: Key) -> tuple[int, int, int, int, str]:
             at = _BEHIND
         elif layer is not None:
             at = -layer
-        in_attention = rest.startswith(("self_attn", "input_layernorm", "post_self_attn"))
+        in_attention = rest.startswith(("self_attn", "input_layernorm", _ATTENTION_NORM))
         return key.step, phase, at, 2 * in_attention + (key.kind == "gradient"), key.name
     at = -1
     if layer is not None:
