@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -119,39 +119,54 @@ def write_dump(trace: Trace, dump: Path, task: str, style: int, factor: float = 
         folder = dump / "step0" / f"rank{rank}"
         (folder / "dump_tensor_data").mkdir(parents=True)
         data: dict[str, Any] = {"Functional.add.0.forward": {"input_args": [], "output": []}}
+        writer = DumpWriter(trace, rank, folder, task, style, factor)
         for call, sequences in enumerate(steps[0]):
             for layer in range(4):
-                for name, classes in NAMES.items():
-                    prefix = f"model.layers.{layer}"
-                    ours = ".".join(part for part in (prefix, name) if part)
-                    root = ("network.model.decoder.layers", "model.layers")[style]
-                    entry = f"Cell.{root}.{layer}.{classes[style]}"
-
-                    def tensor(kind: str, name: str, place: str, scale: float = 1.0) -> list[dict[str, Any]]:
-                        pieces = [find(trace, rank, kind, name, each) for each in sequences]
-                        if None in pieces:
-                            return []
-                        array = np.stack([open_array(piece) for piece in pieces if piece is not None])
-                        if style == 0:
-                            array = array.swapaxes(0, 1)
-                        return [describe(folder, np.float32(scale) * array, place, task)]
-
-                    if name == "self_attn.o_proj":
-                        arguments = tensor("activation", f"{ours}.input", f"{entry}.forward.{call}.input.0")
-                        weight = find(trace, rank, "weight", f"{ours}.weight", "")
-                        assert weight is not None
-                        parameters = {"weight": describe(
-                            folder, open_array(weight), f"{entry}.forward.{call}.parameters.weight", task)}  # fmt: skip
-                        tensors = {"input_args": arguments, "output": [], "parameters": parameters}
-                        data[f"{entry}.forward.{call}"] = tensors
-                        continue
-                    data[f"{entry}.forward.{call}"] = {
-                        "input_args": [], "output": tensor("activation", ours, f"{entry}.forward.{call}.output.0")}
-                    gradient = tensor("activation gradient", ours, f"{entry}.backward.{call}.input.0", factor)
-                    if gradient:
-                        data[f"{entry}.backward.{call}"] = {"input": gradient, "output": []}
+                for name in NAMES:
+                    data |= writer.entries(layer, name, call, sequences)
         facts = {"task": task, "level": "L0", "framework": "mindspore", "data": data}
         (folder / "dump.json").write_text(json.dumps(facts))
+
+
+class DumpWriter(NamedTuple):
+    """Writes the entries of a rank, see `write_dump`."""
+
+    trace: Trace
+    rank: int
+    folder: Path
+    task: str
+    style: int
+    factor: float
+
+    def entries(self, layer: int, name: str, call: int, sequences: list[str]) -> dict[str, Any]:
+        """Returns the entries of a module for a micro-batch."""
+        module = f"model.layers.{layer}.{name}".removesuffix(".")
+        root = ("network.model.decoder.layers", "model.layers")[self.style]
+        entry = f"Cell.{root}.{layer}.{NAMES[name][self.style]}"
+        forward = f"{entry}.forward.{call}"
+        if name == "self_attn.o_proj":
+            weight = find(self.trace, self.rank, "weight", f"{module}.weight", "")
+            assert weight is not None
+            described = describe(self.folder, open_array(weight), f"{forward}.parameters.weight", self.task)
+            arguments = self.tensor("activation", f"{module}.input", sequences, f"{forward}.input.0")
+            return {forward: {"input_args": arguments, "output": [], "parameters": {"weight": described}}}
+        output = self.tensor("activation", module, sequences, f"{forward}.output.0")
+        entries: dict[str, Any] = {forward: {"input_args": [], "output": output}}
+        backward = f"{entry}.backward.{call}"
+        gradient = self.tensor("activation gradient", module, sequences, f"{backward}.input.0", self.factor)
+        if gradient:
+            entries[backward] = {"input": gradient, "output": []}
+        return entries
+
+    def tensor(self, kind: str, name: str, sequences: list[str], entry: str, factor: float = 1.0) -> list[dict]:
+        """Returns the description of a tensor of a micro-batch in a list, which is empty without it."""
+        pieces = [find(self.trace, self.rank, kind, name, each) for each in sequences]
+        if None in pieces:
+            return []
+        array = np.stack([open_array(piece) for piece in pieces if piece is not None])
+        if self.style == 0:
+            array = array.swapaxes(0, 1)
+        return [describe(self.folder, np.float32(factor) * array, entry, self.task)]
 
 
 def find(trace: Trace, rank: int, kind: str, name: str, sequence: str) -> Piece | None:

@@ -28,6 +28,7 @@ from trainer.data.source.records import Record
 from trainer.data.source.samples import to_sample
 from trainer.errors import UserError
 from trainer.launch.arguments import HELP, LaunchOptions, read_options, read_positional
+from trainer.launch.checks import TRACE_VALUES
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.parallel.world import world_of
 from trainer.run.prepare import build_plan
@@ -154,6 +155,12 @@ def check_command(words: list[str]) -> None:
     if name == "launch":
         check_job(read_options(words[1:]))
         return
+    if name == "trace":
+        arguments = split_arguments(words[1:], command_options=TRACE_VALUES)
+        assert "--output" in arguments.rest and ("--against" in arguments.rest or arguments.config), words
+        if arguments.config is not None:
+            load_config(str(REPOSITORY / arguments.config), arguments.overrides)
+        return
     if name in ("chat", "eval"):  # the checkpoint is there only after a run, and the configuration beside it
         arguments = split_arguments(words[1:])
         assert len(arguments.rest) == 1 or (name == "eval" and arguments.config), words
@@ -186,8 +193,14 @@ def check_job(options: LaunchOptions) -> None:
     Raises:
         UserError: As above.
     """
-    arguments = split_arguments(options.arguments)
-    assert arguments.config is not None and arguments.rest == [], options
+    rest = list(options.arguments)
+    values: tuple[str, ...] = ()
+    if rest[:1] == ["trace"]:
+        values = TRACE_VALUES
+        rest = rest[1:]
+    arguments = split_arguments(rest, command_options=values)
+    assert arguments.config is not None and not arguments.rest[2 * len(values) :], options
+    assert {word for word in arguments.rest if word.startswith("--")} <= set(values), options
     config = load_config(str(REPOSITORY / arguments.config), arguments.overrides)
     build_plan(config, world_of(options.worker_num, options.local_worker_num))
 
