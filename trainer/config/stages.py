@@ -25,7 +25,7 @@ def chunk_sizes(config: Config) -> list[list[int]]:
     if isinstance(offset, int):
         sizes = [share + offset + (number >= stages * chunks - remainder) for number in range(stages * chunks)]
         return [sizes[number * stages : (number + 1) * stages] for number in range(chunks)]
-    return [[share + extra for extra in row] for row in _rows(offset)]
+    return [[share + extra for extra in row] for row in offset_rows(offset)]
 
 
 def chunk_layers(config: Config) -> list[list[list[int]]]:
@@ -66,7 +66,7 @@ def counts_per_stage(config: Config, written: Any) -> list[int] | None:
     chunks = config.decoder.pp_interleave_num
     if stages == 1 or not config.use_parallel or not isinstance(written, list) or not written:
         return None
-    rows = _rows(written)
+    rows = offset_rows(written)
     are_counts = all(len(row) == stages and all(type(count) is int and count >= 0 for count in row) for row in rows)
     if not are_counts or len(rows) not in (1, chunks):
         return None
@@ -90,7 +90,7 @@ def stage_problems(config: Config) -> Iterator[ConfigError]:
     chunks = settings.pp_interleave_num
     if stages == 1 or isinstance(offset, int) or not config.use_parallel:
         return
-    rows = _rows(offset)
+    rows = offset_rows(offset)
     if len(rows) != chunks or any(len(row) != stages for row in rows):
         rule = f"{stages} stages need a list of {stages} numbers"
         if chunks > 1:
@@ -106,7 +106,8 @@ def stage_problems(config: Config) -> Iterator[ConfigError]:
         yield problem(config, _KEY, rule, fix)
 
 
-def _rows(written: Any) -> list[list[int]]:
+def offset_rows(written: Any) -> list[list[int]]:
+    """Returns the numbers of stages for each model chunk; a list without lists is the row of a single chunk."""
     if written and isinstance(written[0], list):
         return written
     return [written]

@@ -36,6 +36,7 @@ from trainer.plan.device.memory import DEVICE_BYTES, fixed_bytes
 from trainer.plan.memory import memory_estimate
 from trainer.plan.plan import ModelPlan, Plan, plan_run
 from trainer.plan.search.hardware import device_rates
+from trainer.plan.search.render import yaml_difference
 from trainer.plan.search.search import LayoutSearch
 from trainer.run.prepare import BuildProgress, prepare_run, select_execution_mode
 
@@ -346,7 +347,10 @@ def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int])
 
 
 def _memory_fix(config: Config, world: World, limit_bytes: float) -> str:
-    """Returns settings with which a rank has enough memory: the fewest ranks, then the fewest changes."""
+    """Returns settings with which a rank has enough memory: as many ranks, else the fewest, and the fewest changes."""
+    nearest = _nearest_layout_fix(config, world, limit_bytes)
+    if nearest:
+        return nearest
     rules_before = _broken_rules(config, world)
     alone = _memory(_with_settings(config, {"use_parallel": False}), SINGLE_PROCESS)
     fallback = ""  # enough for what is certain, too little for the activations
@@ -379,6 +383,24 @@ def _memory_fix(config: Config, world: World, limit_bytes: float) -> str:
     if fallback:
         return fallback
     return f"use a smaller model or devices with more memory: no degrees help with up to {most} ranks"
+
+
+def _nearest_layout_fix(config: Config, world: World, limit_bytes: float) -> str:
+    """Returns the layout on as many ranks that fits and changes fewest keys of the file; empty if there is none."""
+    if world.size == 1 or not config.trains or config.classifier is not None or config.source.source_places:
+        return ""
+    device = planned_device(config)
+    search = LayoutSearch(
+        config, world, world, device, limit_bytes, device_rates(config, world, device),
+        partial(layout_rules, device=device),
+    )  # fmt: skip
+    nearest = search.nearest()
+    if nearest is None:
+        return ""
+    changes = yaml_difference(config, search.changed_config(config, nearest.layout))
+    settings = ", ".join(f"{key} to {value}" for key, _, value in changes)
+    needed = f"{nearest.memory_bytes / _GIB:.1f} GiB with the estimated activations"
+    return f"for example set {settings}: each of {world.size} ranks then needs {needed}"
 
 
 class _ShardedLayout(NamedTuple):

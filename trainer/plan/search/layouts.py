@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, zero_level
-from trainer.config.stages import chunk_sizes
+from trainer.config.stages import chunk_sizes, offset_rows
 from trainer.parallel.mesh import Degrees
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ LEVELS = ("", "level1", "level2", "level3")
 """Optimizer levels; empty: no rank shards optimizer state."""
 RECOMPUTATIONS = ("none", "attention", "mlp", "1/4", "1/2", "3/4", "full")
 """What the backward pass computes again: a sublayer of each layer, or that part of the layers of each model chunk."""
+UNCHANGED = "as in the file"
+"""The recomputation of a layout that leaves it as it is."""
 _MOST_CHUNKS = 4
 _MOST_ROWS = 8
 """Sequences of a micro-batch."""
@@ -120,6 +122,7 @@ class LayoutConfigs:
         return config.model_copy(update={
             "parallel_config": config.parallel_config.model_copy(update=settings),
             "runner_config": config.runner_config.model_copy(update=runner),
+            "recompute": layout.recomputed == UNCHANGED and self.unchanged.recompute,
             "parallel": self._once(("parallel", layout.level, layout.chunks), self._parallel, layout),
             "recompute_config": self._once(
                 ("recompute", layout.recomputed, degrees.pipeline_stage, layout.chunks, layout.offset),
@@ -144,6 +147,8 @@ class LayoutConfigs:
         return section.model_copy(update=changes)
 
     def _recompute(self, layout: Layout) -> Any:
+        if layout.recomputed == UNCHANGED:
+            return self.unchanged.recompute_config
         changes: dict[str, Any] = {"recompute": False, "select_recompute": False, "select_recompute_exclude": False}
         if layout.recomputed in ("attention", "mlp"):
             changes["select_recompute"] = [layout.recomputed]
@@ -190,11 +195,13 @@ def file_layout(config: Config, job: World) -> Layout:
         level = zero_level(config)
     offset = config.decoder.offset
     rows: Offset = 0
-    if isinstance(offset, list):
-        rows = tuple(tuple(row) if isinstance(row, list) else (row,) for row in offset)
+    if isinstance(offset, int):
+        rows = offset
+    else:
+        rows = tuple(tuple(row) for row in offset_rows(offset))
     return Layout(
         degrees, config.parallel_config.use_seq_parallel, config.decoder.pp_interleave_num, rows, level,
-        "as in the file", config.runner_config.batch_size, micro_batches_per_step(config, degrees),
+        UNCHANGED, config.runner_config.batch_size, micro_batches_per_step(config, degrees),
     )  # fmt: skip
 
 
@@ -232,10 +239,10 @@ def skeletons(config: Config, ranks: int, global_batch: int) -> Iterator[Skeleto
                 data = ranks // stages // tensor // context
                 for expert in divisors(math.gcd(experts, ranks // stages)):
                     degrees = Degrees(stages, data, context, tensor, expert)
-                    yield from _of_degrees(degrees, settings.num_layers, global_batch)
+                    yield from _skeletons_of_degrees(degrees, settings.num_layers, global_batch)
 
 
-def _of_degrees(degrees: Degrees, layers: int, global_batch: int) -> Iterator[Skeleton]:
+def _skeletons_of_degrees(degrees: Degrees, layers: int, global_batch: int) -> Iterator[Skeleton]:
     stages = degrees.pipeline_stage
     chunks = [1]
     if stages > 1:

@@ -70,6 +70,8 @@ class Candidate:
         return self.time.seconds
 
 
+_MOST_NEAR = 400
+"""Layouts near that of a file whose memory is estimated for a message."""
 SHOWN = 10
 """Number of layouts in the table."""
 
@@ -209,24 +211,64 @@ class LayoutSearch:
 
     def _search_recomputations(self, layouts: Sequence[Layout], result: SearchResult) -> None:
         """Adds the fastest that fits of layouts which differ in recomputation alone, the least work first."""
-        for number, layout in enumerate(layouts):
+        least, *others = layouts
+        config = self.configs.make(least)
+        memory = self._memory(config, result)
+        if memory["total"] <= self.limit_bytes:
+            result.dominated += len(others)
+            result.add(self.assess(least, config, memory))
+            return
+        smallest = self._memory(self.configs.make(layouts[-1]), result)
+        if smallest["total"] > self.limit_bytes:
+            result.too_large += len(layouts)
+            result.refused.append(Candidate(layouts[-1], smallest))
+            return
+        result.too_large += 1
+        others.sort(key=lambda layout: self.estimator.passes(self.configs.make(layout), self.world).seconds)
+        for number, layout in enumerate(others):
             config = self.configs.make(layout)
             memory = self._memory(config, result)
             if memory["total"] <= self.limit_bytes:
-                result.dominated += len(layouts) - number - 1
-                result.too_large += number
+                result.dominated += len(others) - number - 1
                 result.add(self.assess(layout, config, memory))
                 return
-            if number == 0:  # the last one needs least
-                least = self._memory(self.configs.make(layouts[-1]), result)
-                if least["total"] > self.limit_bytes:
-                    result.too_large += len(layouts)
-                    result.refused.append(Candidate(layouts[-1], least))
-                    return
+            result.too_large += 1
 
     def _memory(self, config: Config, result: SearchResult) -> Mapping[str, int]:
         result.assessed += 1
         return memory_estimate(config, True, self.device, self.world, None, self.facts)
+
+    def nearest(self) -> Candidate | None:
+        """Returns the layout that fits and differs least from that of the file, of equally near ones the fastest.
+
+        Only degrees, sequence parallelism and optimizer level change: they shard what always needs memory.
+        """
+        layout = file_layout(self.configs.unchanged, self.job)
+        distances: list[tuple[int, int, Layout]] = []
+        for skeleton in skeletons(self.config, self.world.size, self.configs.global_batch):
+            if (skeleton.chunks, skeleton.rows) != (layout.chunks, layout.rows):
+                continue
+            offset: Offset = 0
+            if skeleton.degrees.pipeline_stage == layout.degrees.pipeline_stage:
+                offset = layout.offset
+            for level in self._levels(skeleton):
+                for choice in dict.fromkeys((layout.recomputed, "full")):
+                    other = self._layout(skeleton, offset, level, choice)
+                    distances.append((_distance(layout, other), len(distances), other))
+        distances.sort()
+        fits: list[Candidate] = []
+        least = 0
+        for distance, _, other in distances[:_MOST_NEAR]:
+            if fits and distance > least:
+                break
+            least = distance
+            if self._first_rule(other) is not None:
+                continue
+            config = self.configs.make(other)
+            memory = memory_estimate(config, True, self.device, self.world, None, self.facts)
+            if memory["total"] <= self.limit_bytes:
+                fits.append(self.assess(other, config, memory))
+        return min(fits, key=lambda each: each.seconds, default=None)
 
     def changed_config(self, config: Config, layout: Layout) -> Config:
         """Returns the file with a layout: as `make` of its configurations, without the defaults of the device."""
@@ -308,3 +350,12 @@ class LayoutSearch:
             balanced = balanced_offset(costs[:number], head + modules, stages, skeleton.chunks)
             self._offsets[key] = [balanced] * (balanced != 0)
         yield from self._offsets[key]
+
+
+def _distance(first: Layout, second: Layout) -> int:
+    """Returns in how many settings two layouts differ; data_parallel and micro-batches follow from the others."""
+    pairs = list(zip(first.degrees, second.degrees, strict=True))
+    del pairs[1]  # data_parallel
+    changed = sum(one != other for one, other in pairs)
+    others = ("shares_rows", "chunks", "offset", "level", "recomputed", "rows")
+    return changed + sum(getattr(first, name) != getattr(second, name) for name in others)

@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Checks `plan --search` against step times on CPUs, and against the layouts of MindSpore Transformers' own files.
+
+    python scripts/check_search.py                               # 8 layouts of a tiny model on 2 and 4 ranks
+    python scripts/check_search.py --files a.yaml b.yaml         # where published layouts stand among the candidates
+    python scripts/check_search.py --dryrun 4                    # memory of some layouts against dry runs
+
+The published files are those of https://github.com/mindspore-ai/mindformers, for example
+`configs/qwen3_moe/pretrain_qwen3_30b_a3b_4k.yaml`. Exit code 1: the rank correlation of estimates and measured times is
+below 0.7, or an estimate of memory is further than a tenth from the dry run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+PROGRAM = ROOT / "run_trainer.py"
+LEAST_CORRELATION = 0.7
+MEMORY_TOLERANCE = 0.1
+_STEPS = 8
+_FIRST = 3  # steps before it are warm-up
+
+MODEL = {
+    "arch": {"type": "Qwen3ForCausalLM"},
+    "model_config": {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "n_kv_heads": 4, "intermediate_size": 768,
+                     "vocab_size": 2048, "seq_length": 256},
+}  # fmt: skip
+LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (2, {"data_parallel": 2}, {}),
+    (2, {"data_parallel": 1, "model_parallel": 2, "use_seq_parallel": True}, {}),
+    (2, {"data_parallel": 1, "pipeline_stage": 2, "micro_batch_num": 8}, {}),
+    (2, {"data_parallel": 2}, {"recompute_config": {"recompute": True}}),
+    (4, {"data_parallel": 4}, {}),
+    (4, {"data_parallel": 1, "model_parallel": 4, "use_seq_parallel": True}, {}),
+    (4, {"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4}, {}),
+    (4, {"data_parallel": 2, "model_parallel": 2, "use_seq_parallel": True}, {}),
+]
+
+
+def configuration(degrees: dict[str, Any], sections: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Returns the file of a layout of the tiny model with a global batch of 8 sequences."""
+    pipeline = degrees.get("pipeline_stage", 1) > 1
+    accumulation = 1
+    if not pipeline:
+        accumulation = 8 // degrees["data_parallel"]
+    return {
+        "output_dir": output_dir, "use_parallel": True, "parallel": {"parallel_mode": 0}, "report": False,
+        "context": {"device_target": "CPU"}, "parallel_config": degrees, "model": MODEL,
+        "runner_config": {"batch_size": 1, "gradient_accumulation_steps": accumulation, "stop_step": _STEPS},
+        "train_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 400}},
+    } | sections  # fmt: skip
+
+
+def measure_layouts(folder: Path) -> list[dict[str, Any]]:
+    """Trains each layout for some steps; returns its configuration, ranks and seconds of a step."""
+    runs = []
+    for number, (ranks, degrees, sections) in enumerate(LAYOUTS):
+        output = folder / str(number)
+        file = folder / f"{number}.yaml"
+        file.write_text(json.dumps(configuration(degrees, sections, str(output))), encoding="utf-8")
+        command = [sys.executable, str(PROGRAM), "launch", "--nproc", str(ranks), "--config", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        seconds = [record["step_ms"] / 1000 for record in map(json.loads, lines) if "step_ms" in record]
+        runs.append({"config": str(file), "ranks": ranks, "seconds": statistics.median(seconds[_FIRST:])})
+    return runs
+
+
+def check_order(folder: Path) -> bool:
+    """Prints estimated and measured times of the layouts; returns whether their order agrees."""
+    from trainer.plan.search.hardware import Factors
+    from trainer.plan.search.measured import Measurement, estimate_run, rank_correlation
+
+    runs = measure_layouts(folder)
+    estimates = [estimate_run(Measurement(**run), "CPU", Factors()).seconds for run in runs]
+    print(f"{'ranks':>5}  {'estimate':>9}  {'measured':>9}  layout")
+    for (ranks, degrees, sections), run, estimate in zip(LAYOUTS, runs, estimates, strict=True):
+        print(f"{ranks:>5}  {estimate * 1e3:>6.0f} ms  {run['seconds'] * 1e3:>6.0f} ms  {degrees} {sections or ''}")
+    correlation = rank_correlation(estimates, [run["seconds"] for run in runs])
+    print(f"rank correlation {correlation:.2f}, at least {LEAST_CORRELATION} is asked for")
+    steps = folder / "steps.yaml"
+    steps.write_text(json.dumps(runs), encoding="utf-8")
+    command = [sys.executable, str(PROGRAM), "plan", "--search", "--ranks", "4", "--config", runs[4]["config"],
+               "--measured", str(steps), "--json"]  # fmt: skip
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)["measured"]
+    print(f"with --measured: off by {found['error_before']:.0%} before, {found['error_after']:.0%} after")
+    return correlation >= LEAST_CORRELATION
+
+
+def check_files(files: list[str], ranks: int | None) -> None:
+    """Prints where the layout of each file stands among the candidates on its own ranks."""
+    from trainer.config import load_config
+    from trainer.parallel.world import SINGLE_PROCESS
+    from trainer.run.plan_file import world_from_degrees
+
+    for file in files:
+        number = ranks or world_from_degrees(load_config(file, [], []), SINGLE_PROCESS).size
+        command = [sys.executable, str(PROGRAM), "plan", "--search", "--config", file, "--ranks", str(number), "--json"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        print(f"{Path(file).name}, {number} ranks")
+        if done.returncode:
+            print(f"  {done.stderr.strip()}")
+            continue
+        found = json.loads(done.stdout)
+        print(f"  best: {text_of(found['best'][0])}")
+        if found["file"]:
+            print(f"  file: {text_of(found['file'])}; {found['file']['place']}")
+
+
+def text_of(layout: dict[str, Any]) -> str:
+    """Returns degrees, memory and time of a layout."""
+    names = ("data_parallel", "model_parallel", "pipeline_stage", "expert_parallel", "context_parallel",
+             "pp_interleave_num", "optimizer_level", "recompute", "batch_size", "micro_batches")  # fmt: skip
+    parts = " ".join(f"{name} {layout[name]}" for name in names if layout[name] not in (1, ""))
+    return f"{layout['step_seconds']:.3g} s, {layout['memory_bytes'] / 2**30:.1f} GiB, {parts}"
+
+
+def check_memory(count: int, folder: Path) -> bool:
+    """Compares the memory of layouts of small models with dry runs; returns whether each is within a tenth."""
+    models = {
+        "dense": ("Qwen3ForCausalLM", {}),
+        "experts": ("Qwen3MoeForCausalLM", {"moe_config": {
+            "expert_num": 16, "num_experts_chosen": 2, "moe_intermediate_size": 512, "use_gmm": True}}),
+        "latent": ("DeepseekV3ForCausalLM", {"kv_lora_rank": 256, "q_lora_rank": 512, "qk_nope_head_dim": 64,
+                                             "qk_rope_head_dim": 64, "v_head_dim": 64}),
+    }  # fmt: skip
+    is_near = True
+    for name, (family, more) in models.items():
+        settings = {"num_layers": 8, "hidden_size": 1024, "num_heads": 16, "n_kv_heads": 16, "intermediate_size": 4096,
+                    "vocab_size": 16384, "seq_length": 2048} | more  # fmt: skip
+        if name == "latent":
+            del settings["n_kv_heads"]
+        file = folder / f"{name}.yaml"
+        file.write_text(json.dumps({
+            "use_parallel": True, "parallel": {"parallel_mode": 1}, "context": {"device_target": "Ascend"},
+            "runner_config": {"batch_size": 1, "global_batch_size": 16},
+            "model": {"arch": {"type": family}, "model_config": settings},
+        }), encoding="utf-8")  # fmt: skip
+        base = [sys.executable, str(PROGRAM), "plan", "--search", "--config", str(file), "--ranks", "8", "--json"]
+        estimates = json.loads(subprocess.run(base, check=True, capture_output=True, text=True).stdout)["best"]
+        checked = json.loads(
+            subprocess.run([*base, "--check", str(count)], check=True, capture_output=True, text=True).stdout
+        )["best"]
+        for estimate, measured in zip(estimates[:count], checked[:count], strict=True):
+            ratio = estimate["memory_bytes"] / measured["memory_bytes"]
+            is_near &= abs(ratio - 1) <= MEMORY_TOLERANCE
+            print(f"{name:<8} estimate / dry run {ratio:.3f}  {text_of(estimate)}", flush=True)
+    return is_near
+
+
+def main() -> int:
+    """Runs the check that the arguments name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", nargs="+", default=[], help="published files")
+    parser.add_argument("--ranks", type=int, help="ranks of the published files instead of their own")
+    parser.add_argument("--dryrun", type=int, default=0, help="layouts of each model in a dry run")
+    arguments = parser.parse_args()
+    if arguments.files:
+        check_files(arguments.files, arguments.ranks)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.dryrun:
+            return int(not check_memory(arguments.dryrun, Path(folder)))
+        return int(not check_order(Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

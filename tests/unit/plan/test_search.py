@@ -1,0 +1,234 @@
+"""`plan --search`: its layouts, memory and order against plans of the files that it writes, and against all layouts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from trainer.cli.main import dispatch
+from trainer.config import Config, dump_config, parse_config
+from trainer.config.checks.parallel import resolve_for_job
+from trainer.config.device_defaults import apply_device_defaults
+from trainer.errors import UserError
+from trainer.parallel.schedule import Cost, one_forward_one_backward, simulate
+from trainer.parallel.world import SINGLE_PROCESS, World, world_of
+from trainer.plan.memory import memory_estimate
+from trainer.plan.search.alternatives import lost_alternatives
+from trainer.plan.search.hardware import Factors, device_rates
+from trainer.plan.search.layouts import LEVELS, RECOMPUTATIONS, Layout, balanced_offset, skeletons
+from trainer.plan.search.measured import Measurement, corrected_rates, estimate_run, rank_correlation, read_measurements
+from trainer.plan.search.search import LayoutSearch, SearchResult, shown_candidates
+from trainer.plan.traffic import traffic_plan
+from trainer.run.plan_file import layout_rules, open_search, world_from_degrees
+
+DENSE = {
+    "num_layers": 4, "hidden_size": 512, "num_heads": 8, "n_kv_heads": 4, "intermediate_size": 1536,
+    "vocab_size": 4096, "seq_length": 1024,
+}  # fmt: skip
+EXPERTS = DENSE | {"moe_config": {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 256}}
+LATENT = {
+    "num_layers": 4, "hidden_size": 512, "num_heads": 8, "intermediate_size": 1536, "vocab_size": 4096,
+    "seq_length": 1024, "kv_lora_rank": 64, "q_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "moe_config": {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 256, "first_k_dense_replace": 1},
+}  # fmt: skip
+MODELS = {
+    "dense": ("Qwen3ForCausalLM", DENSE), "experts": ("Qwen3MoeForCausalLM", EXPERTS),
+    "latent": ("DeepseekV3ForCausalLM", LATENT),
+}  # fmt: skip
+
+
+def configuration(model: str, mode: int, **sections: object) -> Config:
+    family, settings = MODELS[model]
+    values = {
+        "use_parallel": True, "parallel": {"parallel_mode": mode}, "context": {"device_target": "Ascend"},
+        "runner_config": {"batch_size": 1, "global_batch_size": 4}, "optimizer": {"type": "AdamW"},
+        "model": {"arch": {"type": family}, "model_config": settings},
+    }  # fmt: skip
+    return parse_config("search", json.dumps(values | sections))
+
+
+def search_of(config: Config, ranks: int, limit_mib: float, per_node: int = 4) -> LayoutSearch:
+    world = world_of(ranks, min(per_node, ranks))
+    job = world_from_degrees(config, SINGLE_PROCESS)
+    rules = partial(layout_rules, device="Ascend")
+    return LayoutSearch(config, world, job, "Ascend", limit_mib * (1 << 20), device_rates(config, world, "Ascend"), rules)
+
+
+def planned(config: Config, world: World) -> tuple[Config, dict[str, int]]:
+    """Returns a configuration read from its own text, and the memory that `plan` shows for it."""
+    read = parse_config("written", dump_config(config))
+    resolved = apply_device_defaults(resolve_for_job(read, world), "Ascend")
+    return resolved, memory_estimate(resolved, True, "Ascend", world)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_best_layout_is_that_of_all_layouts_one_by_one(model: str, mode: int) -> None:
+    """Plans every layout alone, without the pruning and the shared facts of the search."""
+    config = configuration(model, mode)
+    search = search_of(config, 4, 420)
+    result = search.run()
+    best = shown_candidates(result.candidates)[0]
+    every = []
+    for skeleton in skeletons(search.config, 4, 4):
+        for offset, level, choice in itertools.product(search._offsets_of(skeleton), LEVELS, RECOMPUTATIONS):
+            if level and skeleton.degrees.data_parallel * skeleton.degrees.context_parallel == 1:
+                continue
+            layout = Layout(skeleton.degrees, skeleton.shares_rows, skeleton.chunks, offset, level, choice,
+                            skeleton.rows, skeleton.micro_batches)  # fmt: skip
+            changed = search.configs.make(layout)
+            if layout_rules(changed, search.world, "Ascend"):
+                continue
+            memory = memory_estimate(changed, True, "Ascend", search.world)
+            if memory["total"] <= search.limit_bytes:
+                every.append((search.estimator.estimate(changed, search.world, memory).seconds, layout))
+    assert len(every) > 100
+    assert any(layout.recomputed != "none" for _, layout in every)
+    assert best.seconds == pytest.approx(min(seconds for seconds, _ in every), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("model", MODELS)
+def test_memory_and_traffic_are_those_of_the_plan_of_the_written_file(model: str, mode: int) -> None:
+    config = configuration(model, mode)
+    search = search_of(config, 16, 500)
+    result = search.run()
+    looked_at = [*result.candidates[::5], *result.refused[:10]]
+    assert len(looked_at) >= 8
+    for candidate in looked_at:
+        changed, memory = planned(search.changed_config(config, candidate.layout), search.world)
+        assert memory == candidate.memory, candidate.layout
+        traffic = traffic_plan(changed, search.world, "Ascend")
+        assert (traffic is None) == (mode == 1)
+        if traffic is not None and candidate.time is not None:
+            assert candidate.time.sent_bytes == pytest.approx(max(traffic.stage_bytes), rel=1e-6), candidate.layout
+
+
+def test_the_time_of_a_pipeline_is_near_that_of_its_schedule() -> None:
+    """The closed form is exact for equal stages, and a bound from above near the schedule for others."""
+    for stages, chunks, number in ((4, 1, 8), (2, 1, 3), (4, 2, 8)):
+        times = [1.0] * stages
+        timeline = simulate(one_forward_one_backward(stages, number, chunks), lambda s, c: Cost(1 / 3, 2 / 3))
+        formula = number * max(times) + (sum(times) - max(times)) / chunks
+        assert timeline.end == pytest.approx(formula * chunks, rel=1e-9)
+    costs = [1.0, 1.0, 1.0, 1.4]
+    timeline = simulate(one_forward_one_backward(4, 8), lambda s, c: Cost(costs[s] / 3, 2 * costs[s] / 3))
+    assert timeline.end == pytest.approx(8 * 1.4 + 3.0, rel=0.03)
+
+
+def test_offsets_balance_the_head_against_layers() -> None:
+    assert balanced_offset([1.0] * 8, 0.0, 4, 1) == 0
+    assert balanced_offset([1.0] * 9, 3.0, 3, 1) == ((1, 1, -2),)
+    assert balanced_offset([1.0] * 8, 1.0, 2, 2) in (((0, 0), (0, 0)), 0, ((0, 0), (1, -1)), ((1, 0), (0, -1)))
+
+
+def test_alternatives_name_why_they_lost() -> None:
+    search = search_of(configuration("experts", 1), 8, 300)
+    result = search.run()
+    lost = {each.name: each.reason for each in lost_alternatives(search, shown_candidates(result.candidates)[0])}
+    assert "semi-automatic mode does not support context parallelism" in lost["context parallel"]
+    assert all(reason.startswith(("rule: ", "memory: ", "divisibility: ", "+")) for reason in lost.values())
+
+
+def test_faster_links_between_nodes_change_the_order() -> None:
+    slow = search_of(configuration("experts", 1, hardware={"network_gbps": 1.0}), 16, 2000)
+    fast = search_of(configuration("experts", 1, hardware={"network_gbps": 1000.0, "network_latency": 0.0}), 16, 2000)
+    assert fast.run().candidates[0].seconds < slow.run().candidates[0].seconds
+
+
+def test_a_limit_that_nothing_meets_is_one_problem() -> None:
+    search = search_of(configuration("dense", 1), 8, 10)
+    result: SearchResult = search.run()
+    assert not result.candidates
+    error = search.nothing_fits(result)
+    assert "no layout on 8 ranks fits into 0.0 GiB" in str(error)
+    uneven = configuration("dense", 1, runner_config={"batch_size": 1, "global_batch_size": 7})
+    search = search_of(uneven, 8, 4000)
+    result = search.run()
+    if not result.candidates:
+        assert "--ranks" in str(search.nothing_fits(result))
+
+
+def test_the_nearest_layout_that_fits_changes_few_keys() -> None:
+    config = configuration("dense", 1, parallel_config={"data_parallel": 8})
+    world = world_of(8)
+    limit = memory_estimate(apply_device_defaults(resolve_for_job(config, world), "Ascend"), True, "Ascend", world)
+    search = LayoutSearch(config, world, world, "Ascend", limit["total"] * 0.75, device_rates(config, world, "Ascend"),
+                          partial(layout_rules, device="Ascend"))  # fmt: skip
+    nearest = search.nearest()
+    assert nearest is not None
+    _, memory = planned(search.changed_config(config, nearest.layout), world)
+    assert memory["total"] == nearest.memory_bytes <= search.limit_bytes
+
+
+def test_measured_times_correct_the_rates(tmp_path: Path) -> None:
+    """Times that are those of other rates are explained by factors, so that the estimates become right."""
+    factors = Factors(operators=1.7, overhead=1.0, links=3.0)
+    runs = []
+    for number, degrees in enumerate(({"data_parallel": 8}, {"data_parallel": 4, "model_parallel": 2},
+                                      {"data_parallel": 2, "model_parallel": 4}, {"model_parallel": 4, "data_parallel": 1,
+                                       "pipeline_stage": 2, "micro_batch_num": 16})):  # fmt: skip
+        file = tmp_path / f"{number}.yaml"
+        config = configuration("dense", 1, parallel_config=degrees)
+        file.write_text(dump_config(config), encoding="utf-8")
+        run = Measurement(str(file), 8, 1.0)
+        runs.append(run._replace(seconds=estimate_run(run, "Ascend", factors).seconds))
+    search = search_of(configuration("dense", 1), 8, 4000, per_node=8)
+    corrections = corrected_rates(search, runs)
+    assert corrections.before > 0.3
+    assert corrections.after < 0.1
+    assert corrections.factors.links > 1.5
+
+
+def test_a_file_of_measurements_that_is_none_is_refused(tmp_path: Path) -> None:
+    for text in ("", "a: 1", "- {config: a, ranks: 0, seconds: 1}", "- {config: a, ranks: 2}", "[1", "- 3"):
+        file = tmp_path / "steps.yaml"
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match="Fix: write a list"):
+            read_measurements(file)
+
+
+def test_rank_correlation_of_ties() -> None:
+    assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) == 0
+    # By hand: ranks 0, 1.5, 1.5, 3 and 0, 1, 2, 3.
+    assert rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+
+
+def test_the_command_writes_a_file_that_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "a.yaml"
+    source.write_text(dump_config(configuration("experts", 1)), encoding="utf-8")
+    best = tmp_path / "best.yaml"
+    flags = ["--search", "--ranks", "16", "--max_device_memory", "1GB", "--write", str(best), "--json"]
+    assert dispatch(["plan", "--config", str(source), *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["best"]) == 10
+    assert found["changes"]
+    assert found["considered"] > 300
+    assert dispatch(["plan", "--config", str(best), "--ranks", "16", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["memory_bytes"]["total"] == found["best"][0]["memory_bytes"]
+    assert plan["steps"]["rows_per_step"] == found["global_batch"] == 4
+    assert dispatch(["plan", "--config", str(source), "--search", "--ranks", "16"]) == 0
+    text = capsys.readouterr().out
+    for title in ("ASSUMPTIONS", "BEST LAYOUTS", "WHAT THE BEST ONE CHANGES", "WELL-KNOWN ALTERNATIVES"):
+        assert title in text
+
+
+def test_options_of_the_search_need_it(tmp_path: Path) -> None:
+    source = tmp_path / "a.yaml"
+    source.write_text(dump_config(configuration("dense", 1)), encoding="utf-8")
+    with pytest.raises(UserError, match="add --search"):
+        dispatch(["plan", "--config", str(source), "--check", "2"])
+
+
+def test_a_search_is_for_the_training_of_decoders() -> None:
+    config = configuration("dense", 1, run_mode="predict")
+    with pytest.raises(UserError, match="--search"):
+        open_search(config, world_of(8), "Ascend")
