@@ -69,9 +69,9 @@ def measure_layouts(folder: Path) -> list[dict[str, Any]]:
         file = folder / f"{number}.yaml"
         file.write_text(json.dumps(configuration(degrees, sections, str(output))), encoding="utf-8")
         command = [sys.executable, str(PROGRAM), "launch", "--nproc", str(ranks), "--config", str(file)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
         lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        seconds = [record["step_ms"] / 1000 for record in map(json.loads, lines) if "step_ms" in record]
+        seconds = [record["step_seconds"] for record in map(json.loads, lines) if "step_seconds" in record]
         runs.append({"config": str(file), "ranks": ranks, "seconds": statistics.median(seconds[_FIRST:])})
     return runs
 

@@ -47,11 +47,12 @@ OF_A_JOB = ("status", "stop", "verify")
 # Switches and options with a value of the commands themselves; every other flag is the configuration's.
 SWITCHES = {
     "export": ("--help", "--merge", "--force", "--check"), "doctor": ("--help", "--json", "--deep"),
-    "plan": ("--help", "--json", "--verbose"), "data": ("--help", "--json"), "smoke": ("--help", "--json"),
+    "plan": ("--help", "--json", "--verbose", "--search"), "data": ("--help", "--json"), "smoke": ("--help", "--json"),
 }  # fmt: skip
 OPTIONS = {
     "export": ("--output", "--dtype", "--shard_size", "--adapter"),
-    "plan": ("--ranks", "--local_ranks", "--audit", "--dryrun", "--rank", "--schedule"),
+    "plan": ("--ranks", "--local_ranks", "--audit", "--dryrun", "--rank", "--schedule", "--max_device_memory",
+             "--write", "--check", "--measured"),
     "data": ("--rows",), "sweep": ("--grid", "--jobs"),
     "smoke": ("--ranks", "--steps", "--against", "--junit", "--summary"),
 }  # fmt: skip

@@ -98,8 +98,8 @@ def test_memory_and_traffic_are_those_of_the_plan_of_the_written_file(model: str
     config = configuration(model, mode)
     search = search_of(config, 16, 500)
     result = search.run()
-    looked_at = [*result.candidates[::5], *result.refused[:10]]
-    assert len(looked_at) >= 8
+    looked_at = [*result.candidates[::3], *result.refused[:10]]
+    assert len(looked_at) > 4
     for candidate in looked_at:
         changed, memory = planned(search.changed_config(config, candidate.layout), search.world)
         assert memory == candidate.memory, candidate.layout
