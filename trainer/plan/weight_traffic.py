@@ -47,7 +47,7 @@ class Call(NamedTuple):
 def head_numbers(config: Config) -> int:
     """Returns how many numbers of each token tensor-parallel ranks exchange for the loss.
 
-    They are the largest logit, the sum of exponents and the label's logit. Terms of the loss need the sum of logits, too.
+    They are the largest logit, the sum of exponents and the label's logit. Terms of the loss need the sum of logits.
     """
     return 3 + config.decoder.has_loss_terms
 
