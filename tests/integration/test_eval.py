@@ -218,3 +218,27 @@ def test_averages_are_evaluated_exported_and_resumed_and_change_no_number(home: 
         load_initial_weights(config_of(path, load_checkpoint=trained), averages=True)
     with pytest.raises(UserError, match="the checkpoint has no moving averages, which optimizer.ema_decay asks for"):
         train(path, output_dir=trained, resume_training=True)
+
+
+@pytest.mark.parametrize("method", [True, "pissa"], ids=["lora", "pissa"])
+def test_averages_of_adapters_are_evaluated_and_merged(home: Path, trained: Path, method: bool | str) -> None:
+    pet_config = {"pet_type": "lora", "lora_rank": 2, "target_modules": ".*q_proj|.*v_proj",
+                  "init_lora_weights": method}  # fmt: skip
+    changes = {
+        "run_mode": "finetune", "load_checkpoint": str(trained), "do_eval": True, "optimizer.ema_decay": 0.5,
+        "use_ema": True, "model.model_config.pet_config": pet_config, "runner_config.stop_step": 4,
+    }  # fmt: skip
+    folder = home / f"averaged {method}"
+    path = write_config(folder, home / "data", changes)
+    output = train(path)
+    recorded = eval_records(output)[-1]["eval_loss"]
+    names = {name.partition("/ema.")[2] for name in arrays_of(output) if "/ema." in name}
+    assert len(names) == 8 and all(".lora_" in name for name in names)
+    config = config_of(path, adapter_id=output)
+    assert evaluate(path, trained, adapter_id=output)["loss"] == recorded
+    merged = export(config, folder / "merged.safetensors", merge=True)
+    plain = write_config(folder / "plain", home / "data")
+    found = evaluate(plain, merged.path)["loss"]
+    assert found == pytest.approx(recorded, rel=limit_of(path))
+    weights = export(config_of(path, adapter_id=output, use_ema=False), folder / "weights.safetensors", merge=True)
+    assert abs(evaluate(plain, weights.path)["loss"] - recorded) > 10 * abs(found - recorded)

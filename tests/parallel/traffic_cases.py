@@ -40,7 +40,7 @@ _SHARED_WEIGHTS = {"enable_parallel_optimizer": True,
 CASES: dict[str, dict[str, Any]] = {
     # degrees; further keys of parallel_config; the model's; other sections
     "rows": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
-             "model": {"n_kv_heads": 1, "use_qk_norm": True, "post_mlp_layernorm": True},
+             "model": {"n_kv_heads": 1, "use_qk_norm": True, "post_mlp_layernorm": True, "z_loss_weight": 0.1},
              "sections": {"recompute_config": {"recompute": [1], "select_recompute": {"attention": [0]}}}},
     "mapped, bfloat16": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True},
                          "model": {"num_layers": 1, "embedding_size": 12, "compute_dtype": "bfloat16"},
