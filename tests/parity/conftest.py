@@ -4,9 +4,10 @@ import threading
 
 import pytest
 
-from trainer.arrays import head, memory, onednn, tiles
+from trainer.arrays import memory, onednn, tiles
 from trainer.arrays.attention import blocks, positions
 from trainer.arrays.moe import experts
+from trainer.arrays.vocabulary import head
 from trainer.device.threads import set_up_cpu_threads
 from trainer.models.spec import saved
 

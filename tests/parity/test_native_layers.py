@@ -37,15 +37,16 @@ from numpy_kernels import distance
 from tiny_trainer import TinyTrainer, assert_same_bits, make_batch, shared_trainer
 from tolerances import decoder_limits, rounding_limit
 
-from trainer.arrays import head, memory, onednn, tiles
+from trainer.arrays import memory, onednn, tiles
 from trainer.arrays.attention import sublayer as attention
 from trainer.arrays.attention.sublayer import CpuAttention
-from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
-from trainer.arrays.head import FusedLinearCrossEntropy
-from trainer.arrays.loss_terms import LossTerms
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe import experts
 from trainer.arrays.tiles import Scratch, SublayerCall
+from trainer.arrays.vocabulary import head
+from trainer.arrays.vocabulary.embedding import CpuEmbedding, CpuMapping, CpuMerge
+from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
+from trainer.arrays.vocabulary.loss_terms import LossTerms
 from trainer.device.threads import HostThreads
 from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.model import AdapterSpec, MlpSpec
@@ -237,7 +238,7 @@ def test_head(rows: int, valid: int, maps: bool, implementation: str) -> None:
 
 def test_the_adapter_of_the_head_adds_up_over_blocks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The formula has the merged matrix; 10 tokens are blocks of 4, 4 and 2. A frozen matrix changes nothing."""
-    monkeypatch.setattr("trainer.arrays.head.logit_rows", lambda tokens, vocabulary: 4)
+    monkeypatch.setattr("trainer.arrays.vocabulary.head.logit_rows", lambda tokens, vocabulary: 4)
     own = head_case(10, 6)
     random = np.random.default_rng(3)
     weights = own.weights | {"lora_A": normal(random, 2, HIDDEN), "lora_B": normal(random, VOCABULARY, 2)}

@@ -20,12 +20,12 @@ from thread_ranks import on_groups
 from tolerances import SAME_ROUNDINGS, U_BFLOAT16, U_FLOAT16
 
 from trainer.arrays.attention.sublayer import CpuAttention
-from trainer.arrays.embedding import CpuEmbedding
-from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import narrow_weight
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.onednn import BFLOAT16
 from trainer.arrays.tiles import Scratch, SublayerCall
+from trainer.arrays.vocabulary.embedding import CpuEmbedding
+from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
 from trainer.models.dropout import DropoutShards
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING

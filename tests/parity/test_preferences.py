@@ -23,10 +23,10 @@ from preference_cases import (
 from tiny_trainer import TOKENS, VOCABULARY, config_of
 from tolerances import RUN_LOSSES, RUN_NEAR_ZERO, RUN_NORMS, rounding_limit
 
-from trainer.arrays.head import FusedLinearCrossEntropy
-from trainer.arrays.preferences import CHOSEN, REJECTED, REWARDS, find_pairs
-from trainer.arrays.score import ScoreHead
 from trainer.arrays.tiles import Scratch, SublayerCall
+from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
+from trainer.arrays.vocabulary.preferences import CHOSEN, REJECTED, REWARDS, find_pairs
+from trainer.arrays.vocabulary.score import ScoreHead
 from trainer.config.schema.runner import LossConfig
 from trainer.data.batches.batch import (
     IGNORE_INDEX,

@@ -19,18 +19,18 @@ from trainer.arrays.attention.cache import KVCache, cached_bias
 from trainer.arrays.attention.context import ContextParallel
 from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.cells import BlockPart, ExpertsPart, PartWeights, keep_sharding, run_part
-from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
-from trainer.arrays.head import FusedLinearCrossEntropy
-from trainer.arrays.head_adapter import LORA_A, LORA_B
-from trainer.arrays.loss_terms import find_terms
 from trainer.arrays.memory import host_array, host_threads, row_blocks
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import TokenSharingGroup
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
 from trainer.arrays.onednn import operators
-from trainer.arrays.score import ScoreHead
 from trainer.arrays.tiles import Scratch, SublayerCall
+from trainer.arrays.vocabulary.embedding import CpuEmbedding, CpuMapping, CpuMerge
+from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
+from trainer.arrays.vocabulary.head_adapter import LORA_A, LORA_B
+from trainer.arrays.vocabulary.loss_terms import find_terms
+from trainer.arrays.vocabulary.score import ScoreHead
 from trainer.config.recompute import SUBLAYERS
 from trainer.models.dropout import embedding_noise
 from trainer.models.inputs import ModelInputs, MtpInputs, PredictionCall

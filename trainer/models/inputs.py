@@ -11,8 +11,8 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.arrays.attention.positions import CpuRotary, TokenPositions, query_blocks
-from trainer.arrays.loss_terms import LossTerms
-from trainer.arrays.preferences import Pairs, find_pairs
+from trainer.arrays.vocabulary.loss_terms import LossTerms
+from trainer.arrays.vocabulary.preferences import Pairs, find_pairs
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, PairBatch
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.build import model_spec

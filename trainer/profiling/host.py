@@ -99,11 +99,12 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     """
     from mindspore import Tensor
 
-    from trainer.arrays import cells, embedding, head, measures, mlp, onednn, sublayer, tiles
+    from trainer.arrays import cells, measures, mlp, onednn, sublayer, tiles
     from trainer.arrays.attention import blocks, positions
     from trainer.arrays.attention import sublayer as attention
     from trainer.arrays.moe import experts, router
     from trainer.arrays.moe import sublayer as moe
+    from trainer.arrays.vocabulary import embedding, head
     from trainer.device.threads import HostThreads
     from trainer.models import decoder
     from trainer.ops.updates import adamw

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from mindspore import Tensor, ops
 
-from trainer.arrays.preferences import REWARDS
+from trainer.arrays.vocabulary.preferences import REWARDS
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.ops.measures import metric_functions, read_together
 from trainer.ops.routing import RouterRates, RoutingCounts

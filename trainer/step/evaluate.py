@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainer.arrays.preferences import (
+from trainer.arrays.vocabulary.preferences import (
     ACCURACIES,
     MARGINS,
     REWARDS,
@@ -38,7 +38,8 @@ class EvaluationResult(NamedTuple):
 
     A loss of preferences is a mean over pairs. The accuracy is then the fraction of the pairs whose chosen answer has
     the higher reward, and the margin the mean difference of the rewards. For answers with labels see
-    `trainer.arrays.preferences.labelled_losses`: their margin is the difference of two means, None without one of them.
+    `trainer.arrays.vocabulary.preferences.labelled_losses`: their margin is the difference of two means, None without
+    one of them.
     """
 
     loss: float

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from mindspore import ParameterTuple, Tensor, ops
 
-from trainer.arrays.loss_terms import TERMS, LossTerms
-from trainer.arrays.preferences import add_margin, divergence
+from trainer.arrays.vocabulary.loss_terms import TERMS, LossTerms
+from trainer.arrays.vocabulary.preferences import add_margin, divergence
 from trainer.data.batches.batch import Batch, count_pairs
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
@@ -65,8 +65,8 @@ class StepResult:
         local_norms: Norm of each parameter's gradient by name; None unless `runner_wrapper.local_norm` asks for them.
         losses: Auxiliary losses by name, before their factors: aux_loss (mean over the MoE layers; 1 is an even load),
             z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules), and the means over
-            the loss tokens of `trainer.arrays.loss_terms.TERMS`. Or the means over pairs of
-            `trainer.arrays.preferences.REWARDS`.
+            the loss tokens of `trainer.arrays.vocabulary.loss_terms.TERMS`. Or the means over pairs of
+            `trainer.arrays.vocabulary.preferences.REWARDS`.
         routing: Counts of tokens of each expert over all ranks; tensors on a device.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank;
             None where they are summed during the backward pass, which the host does not time.
@@ -191,15 +191,7 @@ class TrainStep:
         if self.communicator.layout is not None:
             names_of_all_ranks = [name for name in self.communicator.layout.parameters if name in optimizer.group_of]
         self.norm_groups = norm_groups(names_of_all_ranks, wrapper, optimizer.group_of)
-        self.norm_contribution: NormContribution | None = None
-        if self.communicator.shards_model or self.reducer.returns_ranges:
-            places = {name: place for place, name in enumerate(names)}
-            scattered: Collection[str] = ()
-            if self.reducer.returns_ranges:
-                scattered = optimizer.local_ranges
-            factors = self.communicator.norm_weights(names, scattered)
-            indices = [places.get(name, len(names)) for name in names_of_all_ranks]
-            self.norm_contribution = NormContribution(factors, indices)
+        self.norm_contribution = self._norm_contribution(names, names_of_all_ranks)
         experts = model.settings.experts
         self.load: StepExpertLoad | None = None
         if experts and experts.balances_step:
@@ -225,6 +217,18 @@ class TrainStep:
         # Takes the gradient of the result: when MindSpore makes this gradient, it leaks 1.3 kB a call on a CPU.
         grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.compute_gradients = grad(minimised, ParameterTuple(targets))
+
+    def _norm_contribution(self, names: Sequence[str], names_of_all_ranks: Sequence[str]) -> NormContribution | None:
+        """Returns what this rank adds to the norms of gradients that ranks shard; None if it has whole gradients."""
+        if not self.communicator.shards_model and not self.reducer.returns_ranges:
+            return None
+        places = {name: place for place, name in enumerate(names)}
+        scattered: Collection[str] = ()
+        if self.reducer.returns_ranges:
+            scattered = self.optimizer.local_ranges
+        factors = self.communicator.norm_weights(names, scattered)
+        indices = [places.get(name, len(names)) for name in names_of_all_ranks]
+        return NormContribution(factors, indices)
 
     def measure_logits(self, qk_clip_threshold: float | None) -> None:
         """Makes the steps measure the largest attention logits, and clip heads above the threshold if there is one."""

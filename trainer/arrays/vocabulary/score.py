@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import empty
+from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
 
 if TYPE_CHECKING:
-    from trainer.arrays.loss_terms import LossTerms
-    from trainer.arrays.preferences import Pairs
     from trainer.arrays.tiles import SublayerCall
+    from trainer.arrays.vocabulary.loss_terms import LossTerms
+    from trainer.arrays.vocabulary.preferences import Pairs
 
 
 class ScoreHead(FusedLinearCrossEntropy):

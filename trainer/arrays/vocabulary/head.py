@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.head_adapter import LORA_A, LORA_B, HeadAdapter
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
 from trainer.arrays.stored import StoredMatrix, rows_of
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm, shared_product, soft_cap
+from trainer.arrays.vocabulary.head_adapter import LORA_A, LORA_B, HeadAdapter
 from trainer.models.spec.saved import HEAD_ROWS, logit_rows
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
-    from trainer.arrays.loss_terms import LossTerms
-    from trainer.arrays.preferences import Pairs
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
+    from trainer.arrays.vocabulary.loss_terms import LossTerms
+    from trainer.arrays.vocabulary.preferences import Pairs
     from trainer.models.spec.model import AdapterSpec
     from trainer.parallel.collectives import ProcessGroup
     from trainer.parallel.tensor import TensorParallel

@@ -11,7 +11,7 @@ With the score s of each answer, the sum of the log-probabilities of its tokens,
     kto     sum, minus reference     w (1 - sigmoid(beta (s - z))) of a desirable answer,      Ethayarajh 2024, eq. 8
                                      w (1 - sigmoid(beta (z - s))) of an undesirable one
 
-A reward model has a head for the score instead (`trainer.arrays.score`), with the margin m of a pair, if it has one:
+A reward model has a head for the score instead (`score.py` beside it), with the margin m of a pair, if it has one:
 
     reward  output of the head       -log sigmoid(s_c - s_r - m)                               Touvron 2023, eq. 2
 
