@@ -89,9 +89,9 @@ def load_initial_weights(
     """Loads the initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
 
     Args:
-        averages: Load the moving averages of the trained weights instead of these.
         note: Called with a sentence about tensors that are not loaded, and about missing ones that start from the seed.
         new_modules: Initialise MTP modules that the file lacks from the seed; False: they are missing in the result.
+        averages: Load the moving averages of the trained weights instead of these.
         parts: Shards of the parameters to read; None: read all parameters unsharded.
         world: The ranks that all read the files, see `read_checkpoint`.
 
