@@ -20,6 +20,7 @@ NO_SIZES = (*PART_KEYS, "param_init_type", "seq_length")
 LARGEST_KEPT_WIDTH = 256
 """A model of this hidden_size or less keeps its widths."""
 _SEQ_LENGTH = 128
+_PAIR_LENGTH = 1024
 SMALL_VOCABULARY = 512
 _HEAD_SIZE = 16
 _MANY_HEADS = 8
@@ -64,7 +65,10 @@ def _fewest_layers(config: Config, stages: int) -> int:
 
 def seq_length(config: Config) -> int:
     """Returns the sequence length of the smoke run."""
-    return min(config.decoder.seq_length, _SEQ_LENGTH)
+    longest = _SEQ_LENGTH
+    if config.loss is not None:  # a sequence holds both answers of a pair, with their prompt
+        longest = _PAIR_LENGTH
+    return min(config.decoder.seq_length, longest)
 
 
 def _round_width(value: float) -> int:
