@@ -19,7 +19,7 @@ PEER_FLAGS = (
 OUR_FLAGS = (
     "use_clip_grad max_grad_norm use_fused_rope use_fused_swiglu use_gmm enable_gmm_safe_tokens callback_moe_droprate"
     " learning_rate stop_step log_format device_fallback parallel_fallback model pretrained_model_dir"
-    " chat trackers temperature top_k top_p max_new_tokens"
+    " chat tasks num_fewshot limit trackers temperature top_k top_p max_new_tokens"
 ).split()
 
 
