@@ -77,6 +77,16 @@ def test_a_sequence_that_the_other_run_has_not_seen_is_an_error(folder: Path) ->
         compare_traces(right, read_trace(folder / folder_name(TWO_STEPS), "other"))
 
 
+def test_steps_with_other_sequences_are_named(folder: Path) -> None:
+    right = read_trace(folder / folder_name(PLAIN), "right")
+    sequence = right.micro_batches[0][0][0][0]
+    right.pieces = {key: pieces for key, pieces in right.pieces.items() if key.sequence != sequence}
+    comparison = compare_traces(right, read_trace(folder / folder_name(PLAIN_ON_TWO), "other"))
+    assert comparison.batches == {1: (3, 3, 4)}
+    assert {row.key.kind for row in comparison.rows} == {"weight", "activation"}
+    assert comparison_lines(comparison)[0].startswith("batch        step 1: 3 sequences are in both traces, 3 in the")
+
+
 def test_the_command_compares_folders_and_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     right = str(folder / folder_name(PLAIN))
     assert dispatch(["trace", "--output", right, "--against", str(folder / folder_name(PLAIN_ON_TWO))]) == 0

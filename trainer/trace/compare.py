@@ -17,6 +17,8 @@ from trainer.trace.sketch import Summary, as_numbers, cell_bounds, deviation, jo
 
 _CHUNK = 1 << 20  # numbers of a file that are in memory at once
 _STATISTICS = 1e-6
+_OF_A_SEQUENCE = ("weight", "activation", "choice")
+"""Kinds that do not depend on the other sequences of the batch."""
 _FEW_TOKENS = 2.0  # whose two best experts may be equally good by chance
 _FLIPS = 24.0
 """The share of tokens whose choice of experts rounding may change, in units of the rounding of the router's input."""
@@ -69,6 +71,8 @@ class Comparison:
 
     Attributes:
         only_right, only_other: Names of tensors, with their kinds, that one trace alone has.
+        batches: The steps whose batches differ, with the numbers of sequences in both traces, in the right and in the
+            other one. Losses and gradients of these steps are not compared.
     """
 
     right: Trace
@@ -77,6 +81,7 @@ class Comparison:
     rows: Sequence[Row]
     only_right: Sequence[str]
     only_other: Sequence[str]
+    batches: Mapping[int, tuple[int, int, int]]
 
     @property
     def differing(self) -> list[Row]:
@@ -98,6 +103,8 @@ def compare_traces(right: Trace, other: Trace) -> Comparison:
         rule = "no sequence of the batch is in both traces, so that nothing that a layer computes can be compared"
         fix = "give both runs the same data, seed, and sequences of a step: batch_size x accumulation x replicas"
         raise UserError(rule, where="flag --against", value=str(other.folder), fix=fix)
+    batches = _different_batches(right, other)
+    common = [key for key in common if key.step not in batches or key.kind in _OF_A_SEQUENCE]
     by_tensor: dict[tuple[int, str, str], list[Row]] = {}
     for key in common:
         by_tensor.setdefault(key[:3], []).append(comparer.compare(key))
@@ -107,7 +114,23 @@ def compare_traces(right: Trace, other: Trace) -> Comparison:
     tensors = {key[:3] for key in right.pieces if key.step in steps}
     only_right = {f"{kind} {name}" for _, kind, name in tensors - by_tensor.keys()}
     only_other = {f"{key.kind} {key.name}" for key in keys} - {f"{row.key.kind} {row.key.name}" for row in rows}
-    return Comparison(right, other, rounding, rows, sorted(only_right), sorted(only_other))
+    return Comparison(right, other, rounding, rows, sorted(only_right), sorted(only_other), batches)
+
+
+def _different_batches(right: Trace, other: Trace) -> dict[int, tuple[int, int, int]]:
+    """Returns, for steps whose batches differ, the sequences that are in both traces, in the right and in the other."""
+    by_step: list[dict[int, set[str]]] = []
+    for trace in (right, other):
+        sequences: dict[int, set[str]] = {}
+        for key in trace.pieces:
+            if key.kind == "activation":
+                sequences.setdefault(key.step, set()).update(key.sequence.split("+"))
+        by_step.append(sequences)
+    return {
+        step: (len(ours & theirs), len(ours), len(theirs))
+        for step, ours in by_step[0].items()
+        if (theirs := by_step[1].get(step, ours)) != ours
+    }
 
 
 def _rounding(right: Trace, other: Trace) -> Rounding:

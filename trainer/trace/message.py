@@ -16,6 +16,10 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     other = comparison.other
     beyond = comparison.differing
     lines = [f"lost         rank {rank} {text}" for rank, text in sorted(other.lost.items())]
+    lines += [f"lost         rank {rank} of the right trace {text}" for rank, text in comparison.right.lost.items()]
+    for step, (common, ours, theirs) in comparison.batches.items():
+        count = f"{common} sequences are in both traces, {ours} in the right and {theirs} in the other"
+        lines.append(f"batch        step {step}: {count}; losses and gradients are not compared")
     if beyond:
         lines.append(f"first        {row_text(beyond[0])}")
         lines += [f"next         {row_text(row)}" for row in beyond[1 : 1 + _NEXT]]

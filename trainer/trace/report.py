@@ -29,6 +29,6 @@ def compare_folders(right: Path, other: Path, write: Callable[[str], None]) -> i
     for line in comparison_lines(comparison):
         write(line)
     write(f"picture      {write_page(comparison, right)}")
-    if comparison.differing or comparison.other.lost:
+    if comparison.differing or comparison.batches or comparison.other.lost or comparison.right.lost:
         return EXIT_RUN_FAILED
     return EXIT_OK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from trainer.trace.record import MANIFEST, TraceWriter, rank_folders, write_mani
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.data import Batch
     from trainer.plan.plan import Plan
     from trainer.step.train_step import TrainStep
 
@@ -60,6 +61,7 @@ def record_trace(
         rates = [float(schedule(number)) for number in range(steps)]
         write_manifest(output, manifest(config, world, plan.device, rates))
     observe_steps(step, _batches(plan, steps), TraceWriter(output, world.rank, pattern), world, config, report_progress)
+    step.communicator.any(False)  # waits for all ranks: their records are complete
     return world
 
 
@@ -91,11 +93,10 @@ def manifest(config: Config, world: World, device: str, rates: list[float]) -> d
         "ranks": world.size,
         "degrees": parallel_degrees(config, world)._asdict(),
         "learning_rates": rates,
-        "first_router": next(iter(config.decoder.moe_layers), None),
     }
 
 
-def _batches(plan: Plan, steps: int) -> Any:
+def _batches(plan: Plan, steps: int) -> Iterator[list[Batch]]:
     """Yields the micro-batches of each step on this rank."""
     loader = require_training_batches(plan).loader
     sizes = plan.steps.sizes
@@ -117,7 +118,7 @@ def _batches(plan: Plan, steps: int) -> Any:
 
 
 def observe_steps(
-    step: TrainStep, batches: Any, writer: TraceWriter, world: World, config: Config,
+    step: TrainStep, batches: Iterable[Sequence[Batch]], writer: TraceWriter, world: World, config: Config,
     report_progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Trains a step for each item of `batches`, and writes what it computes."""
