@@ -137,6 +137,12 @@ def yaml_difference(before: Config, after: Config) -> list[tuple[str, str, str]]
     for key in dict.fromkeys((*old, *new)):
         if old.get(key, _UNSET) != new.get(key, _UNSET) and not (key not in new and old[key] in (1, False, None)):
             rows.append((before.source.name(key), str(old.get(key, _UNSET)), str(new.get(key, _UNSET))))
+    if rows and after.parallel_config.expert_model_parallel is not None:
+        # Its default may follow from a changed degree, and the loader multiplies expert_parallel by it.
+        key = "parallel_config.expert_model_parallel"
+        written = {name for name, _, _ in rows}
+        if before.source.name(key) not in written:
+            rows.append((before.source.name(key), str(old.get(key, _UNSET)), "1"))
     return rows
 
 
