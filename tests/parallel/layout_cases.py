@@ -17,6 +17,7 @@ from pipeline_cases import weights_of  # noqa: E402
 from tiny_trainer import TOKENS, config_of, join, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
+from trainer.data.batches.batch import Batch, WeightedBatch  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run.prepare import local_shard_specs  # noqa: E402
@@ -46,6 +47,8 @@ SOME = {
     "noise": ("tensor with rows", "context"),  # other micro-batches and data-parallel ranks draw other noise
 }
 """The layouts of models that do not have all."""
+WEIGHTED = ("loss terms", "noise")
+"""Models whose records have weights."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "MuonClip": {"type": "Muon", "ns_steps": 2, "qk_clip_threshold": 0.02},
     "averages": {"type": "PmaAdamW", "fused_num": 2, "interleave_step": 2, "fused_algo": "sma", "ema_decay": 0.6},
@@ -117,6 +120,8 @@ def config_of_case(model: str, layout: Layout, alone: bool) -> Config:
             "use_parallel": True, "parallel_config": layout.degrees,
             "parallel": {"enable_parallel_optimizer": bool(layout.level), "parallel_optimizer_config": level},
         }  # fmt: skip
+    if model in WEIGHTED:
+        sections["train_dataset"] = {"data_loader": {"type": "JsonlDataset", "columns": {"weight": "weight"}}}
     return config_of(model=MODELS[model] | {"num_layers": layout.layers}, seed=5, **sections)
 
 
@@ -134,7 +139,11 @@ def trained(group: ProcessGroup | None, model: str, layout: Layout) -> Trained:
     for number in range(STEPS):
         # Each has labels for other numbers of its tokens.
         rows = [make_batch(10 * number + row, TOKENS - 3 * row) for row in range(ROWS)]
-        parts_of_step = [join(rows[place * size : (place + 1) * size], size) for place in range(ROWS // size)]
+        parts_of_step: list[Batch | WeightedBatch] = [
+            join(rows[place * size : (place + 1) * size], size) for place in range(ROWS // size)
+        ]
+        if model in WEIGHTED:
+            parts_of_step = [weighted(batch) for batch in parts_of_step]
         results.append(step(parts_of_step[first : first + micro_batches]))
     weights_used: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if step.averages is not None:
@@ -143,6 +152,13 @@ def trained(group: ProcessGroup | None, model: str, layout: Layout) -> Trained:
         weights = saved(step)
     losses = [loss for one in results for loss in (one.loss, *one.losses.values())]
     return Trained(losses, [one.global_norm for one in results], weights)
+
+
+def weighted(batch: Batch) -> WeightedBatch:
+    """Gives each document of a batch a weight from 0 to 1.2 that its second token decides."""
+    documents = batch.input_ids[:, 1], batch.input_ids[:, 8]
+    weights_BT = np.where(batch.segment_ids == 0, documents[0][:, None], documents[1][:, None]) % 5 * np.float32(0.3)
+    return WeightedBatch(*batch, weights_BT.astype(np.float32))
 
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:

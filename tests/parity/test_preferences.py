@@ -31,7 +31,7 @@ from trainer.config.schema.runner import LossConfig
 from trainer.data.batches.batch import (
     IGNORE_INDEX,
     PairBatch,
-    compared,
+    add_values,
     concatenate,
     count_pairs,
     padding_batch,
@@ -137,7 +137,7 @@ def test_loss_and_gradients_of_a_reward_model() -> None:
     alone = head.forward(SublayerCall(case.weights, save=False), case.x_ND, labels_N, valid_N1, evaluated).asnumpy()
     case.check_result(alone)
     # A batch of padding has no pairs, and no gradient.
-    empty = compared(padding_batch(len(ROWS), TOKENS))
+    empty = add_values(padding_batch(len(ROWS), TOKENS), PairBatch)
     nothing = find_pairs(empty, LossConfig(**loss_of("reward")))
     call = SublayerCall(case.weights, save=True, trained=("norm", "weight"))
     assert head.forward(call, case.x_ND, labels_N, np.zeros_like(valid_N1), nothing).asnumpy() == 0
@@ -186,7 +186,7 @@ def test_rewards_of_labelled_answers(shift: float) -> None:
 
 def test_padding_is_no_pair() -> None:
     batch = pair_batch(1, ROWS)
-    empty = compared(padding_batch(2, TOKENS))._replace(reference=np.zeros((2, 4)))
+    empty = add_values(padding_batch(2, TOKENS), PairBatch)._replace(reference=np.zeros((2, 4)))
     padded = concatenate(batch, empty)
     assert count_pairs(batch) == count_pairs(padded) == 4
     assert count_pairs(padding_batch(2, TOKENS)) == 0
@@ -198,7 +198,7 @@ def test_padding_is_no_pair() -> None:
 
 def test_an_unknown_reference_is_no_reference_of_zero() -> None:
     with pytest.raises(ValueError, match="log-probabilities before the training"):
-        find_pairs(compared(padding_batch(1, TOKENS)), LossConfig())
+        find_pairs(add_values(padding_batch(1, TOKENS), PairBatch), LossConfig())
     assert find_pairs(padding_batch(1, TOKENS), LossConfig(type="simpo")).count == 0
 
 

@@ -30,6 +30,7 @@ from tiny_trainer import (
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import Batch
+from trainer.data.batches.batch import WeightedBatch
 from trainer.errors import RunError
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
 from trainer.optim.schedules import build_schedule
@@ -357,3 +358,30 @@ def test_what_is_saved_says_that_later_steps_change_it(tiny: TinyTrainer, window
     assert any(not np.array_equal(piece.array, weights[name]) for name, piece in saved.weights.items())
     assert any(not np.array_equal(piece.array, state[key]) for key, piece in saved.optimizer.items())
     assert saved.shares_memory
+
+
+def test_weights_of_records_make_the_loss_a_weighted_mean() -> None:
+    """Loss and gradients are sums over loss tokens of weight x loss / sum of weights, also over micro-batches."""
+    trainer = shared_trainer()
+    batches, weights = [make_batch(1, 9), make_batch(2, 5), make_batch(3, 7)], (0.5, 3.0, 0.0)
+    parts = []
+    for batch in batches:
+        step = trainer.step()
+        found = step.backward(batch, 0, 1.0)
+        parts.append((float(found.loss_sum.asnumpy()), [grad.asnumpy().copy() for grad in found.gradients]))
+    counts = [9, 5, 7]
+    total = sum(weight * count for weight, count in zip(weights, counts, strict=True))
+    loss = sum(weight * one for weight, (one, _) in zip(weights, parts, strict=True)) / total
+    weighted = [
+        WeightedBatch(*batch, np.full(batch.labels.shape, weight, np.float32))
+        for batch, weight in zip(batches, weights, strict=True)
+    ]
+    joined = WeightedBatch(*join(batches, 3), np.concatenate([each.values for each in weighted]))
+    weight_of = {"train_dataset": {"data_loader": {"type": "JsonlDataset", "columns": {"weight": "weight"}}}}
+    for micro_batches in (weighted, [joined]):
+        step = trainer.step(optimizer={"type": "SGD", "momentum": 0.5}, **weight_of)
+        result = step(micro_batches)
+        assert result.loss == pytest.approx(loss, rel=LIMITS.loss) and result.tokens == sum(counts)
+        for number, name in enumerate(step.optimizer.parameters):  # the buffer after one step is the gradient
+            right = sum(weight * grads[number] for weight, (_, grads) in zip(weights, parts, strict=True)) / total
+            assert distance(step.optimizer.state["momentum_buffer"][name].asnumpy(), right) < LIMITS.gradients, name

@@ -106,6 +106,7 @@ class TinyTrainer:
             self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed,
             communicator=communicator, stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
             qk_clip_threshold=threshold, measures_logits=measures_logits(config),
+            has_weights=config.train_dataset.has_weights,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.data.batches import split
+from trainer.data.batches.batch import AnyBatch, Batch, PairBatch, WeightedBatch
 from trainer.data.batches.blend import BlendedDataset
 from trainer.data.batches.packing import (
     FittedSpans,
@@ -219,17 +220,25 @@ def _build_source(
     if section == TRAIN and settings.held_out:
         documents, held_out = _hold_out(config, documents, packing, note)
 
-    def dataset_of(spans: DocumentSpans, keep_tail: bool, limit: int | None) -> SequenceDataset:
+    def dataset_of(
+        spans: DocumentSpans, keep_tail: bool, limit: int | None, kind: type[AnyBatch]
+    ) -> SequenceDataset:
         """Returns the documents as running text, or packed, as the configuration says."""
         if packing == "cut":
-            return TokenDataset(token_file, spans, seq_length, keep_tail=keep_tail, limit=limit)
-        return PackedDataset(token_file, spans, seq_length, packing=packing, limit=limit, fitted=fitted, pairs=pairs)
+            return TokenDataset(token_file, spans, seq_length, keep_tail=keep_tail, limit=limit, kind=kind)
+        return PackedDataset(token_file, spans, seq_length, packing=packing, limit=limit, fitted=fitted, kind=kind)
 
-    dataset = dataset_of(documents, not settings.drop_remainder, limit)
+    kind: type[AnyBatch] = Batch
+    if pairs:
+        kind = PairBatch
+    train_kind = kind
+    if section == TRAIN and settings.has_weights:  # evaluations ignore weights
+        train_kind = WeightedBatch
+    dataset = dataset_of(documents, not settings.drop_remainder, limit, train_kind)
     if held_out is None:
         return dataset, None
     # Held-out text is short, and an evaluation reads it once: it includes every token.
-    return dataset, dataset_of(held_out, True, None)
+    return dataset, dataset_of(held_out, True, None, kind)
 
 
 def _blend(

@@ -13,7 +13,7 @@ from mindspore import Tensor
 from trainer.arrays.attention.positions import CpuRotary, TokenPositions, query_blocks
 from trainer.arrays.vocabulary.loss_terms import LossTerms
 from trainer.arrays.vocabulary.preferences import Pairs, find_pairs
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, PairBatch
+from trainer.data.batches.batch import IGNORE_INDEX, AnyBatch, WeightedBatch
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.rotary import all_rotary_angles
@@ -67,7 +67,7 @@ class ModelInputs(NamedTuple):
     labels_N: Tensor
     """int32, 0 where there is no loss."""
     valid_N1: Tensor
-    """float32, 1 for a loss token, else 0."""
+    """float32, 1 or the weight of its record for a loss token, else 0."""
     tables: tuple[Tensor, Tensor, Tensor, Tensor]
     """Cosines and sines for the queries, then for the keys, in the kernels' layout."""
     mask: tuple[Tensor, Tensor | None]
@@ -220,11 +220,13 @@ class InputBuilder:
         self._cached_positions: tuple[tuple[int, ...], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
-    def __call__(self, batch: Batch | PairBatch) -> ModelInputs:
+    def __call__(self, batch: AnyBatch) -> ModelInputs:
         tables, mask, window_mask, positions, window_tables = self._positions(batch)
         labels = self.part.select_tokens(batch.labels).reshape(-1)
         valid = labels != IGNORE_INDEX
         counts_N1 = valid.astype(np.float32)[:, None]
+        if isinstance(batch, WeightedBatch):
+            counts_N1 *= self.part.select_tokens(batch.values).reshape(-1, 1)
         valid_N1 = Tensor(counts_N1)
         sequence_weights = None
         if self.settings.experts is not None:
@@ -234,6 +236,7 @@ class InputBuilder:
             rows = self.part.rows(*batch.input_ids.shape)
         pairs = None
         if self.loss is not None:
+            assert not isinstance(batch, WeightedBatch), "a loss of preferences has no weights"
             pairs = find_pairs(batch, self.loss)
         return ModelInputs(
             Tensor(self.part.select_tokens(batch.input_ids).reshape(-1)),
@@ -252,7 +255,7 @@ class InputBuilder:
             self._noise(batch),
         )
 
-    def _noise(self, batch: Batch | PairBatch) -> np.ndarray | None:
+    def _noise(self, batch: AnyBatch) -> np.ndarray | None:
         """Returns alpha / sqrt(tokens of the document x width) of each token of the batch, [B * T]; None without noise.
 
         The length of a document is that of its piece in the sequence.
@@ -266,7 +269,7 @@ class InputBuilder:
         return limits.astype(np.float32)[document_M.reshape(-1)]
 
     def _sequence_weights(
-        self, moe: MoEConfig, batch: Batch | PairBatch, counts_N1: np.ndarray, valid_N1: Tensor
+        self, moe: MoEConfig, batch: AnyBatch, counts_N1: np.ndarray, valid_N1: Tensor
     ) -> SequenceWeights:
         rows, length = batch.input_ids.shape
         local_rows = slice(None)
@@ -295,7 +298,7 @@ class InputBuilder:
         tables = [self.kernels.rotary_tables(cos[positions_N], sin[positions_N]) for cos, sin in self.angles]
         return [(cos, sin, cos, sin) for cos, sin in tables]
 
-    def _positions(self, batch: Batch | PairBatch) -> Positions:
+    def _positions(self, batch: AnyBatch) -> Positions:
         length = batch.input_ids.shape[1]
         single = not batch.segment_ids.any() and bool((batch.positions == np.arange(length)).all())
         if single and self._cached_positions is not None and self._cached_positions[0] == batch.input_ids.shape:
@@ -321,7 +324,7 @@ class InputBuilder:
         return positions
 
 
-def _mtp_inputs(batch: Batch | PairBatch, offset: int, part: ContextShard) -> MtpInputs:
+def _mtp_inputs(batch: AnyBatch, offset: int, part: ContextShard) -> MtpInputs:
     """Returns the tokens and labels `offset` positions after those of this rank, within their documents."""
     ids_BT = np.zeros_like(batch.input_ids)
     labels_BT = _mtp_labels(batch, offset)
@@ -336,7 +339,7 @@ def _mtp_inputs(batch: Batch | PairBatch, offset: int, part: ContextShard) -> Mt
     )
 
 
-def _mtp_labels(batch: Batch | PairBatch, offset: int) -> np.ndarray:
+def _mtp_labels(batch: AnyBatch, offset: int) -> np.ndarray:
     labels_BT = np.full_like(batch.labels, IGNORE_INDEX)
     if offset < labels_BT.shape[1]:
         same_BT = batch.segment_ids[:, offset:] == batch.segment_ids[:, :-offset]
@@ -344,7 +347,7 @@ def _mtp_labels(batch: Batch | PairBatch, offset: int) -> np.ndarray:
     return labels_BT
 
 
-def mtp_labels(batch: Batch | PairBatch, modules: int) -> int:
+def mtp_labels(batch: AnyBatch, modules: int) -> int:
     """Counts the loss tokens of all MTP modules together."""
     labels = (_mtp_labels(batch, offset) for offset in range(1, modules + 1))
     return sum(int(np.count_nonzero(labels_BT != IGNORE_INDEX)) for labels_BT in labels)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainer.config.checks.rules import evaluation_data_error
-from trainer.data import IGNORE_INDEX, Batch, SequenceDataset, Tokenizer, build_eval_dataset, build_train_dataset
-from trainer.data.batches.batch import PairBatch
+from trainer.data import IGNORE_INDEX, SequenceDataset, Tokenizer, build_eval_dataset, build_train_dataset
+from trainer.data.batches.batch import AnyBatch, PairBatch
 from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.loader import epoch_order
 from trainer.data.datasets import EVAL, TRAIN, find_tokenizer
@@ -131,7 +131,7 @@ def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
 
 
 def _name_answers(
-    loss: LossConfig | None, batch: Batch | PairBatch, row: int, segments: list[Segment]
+    loss: LossConfig | None, batch: AnyBatch, row: int, segments: list[Segment]
 ) -> list[Segment]:
     """Names the documents that a loss of preferences compares."""
     if loss is None or not isinstance(batch, PairBatch):
@@ -149,7 +149,7 @@ def _name_answers(
     return named
 
 
-def split_segments(batch: Batch | PairBatch, row: int, tokenizer: Tokenizer | TokenIds) -> list[Segment]:
+def split_segments(batch: AnyBatch, row: int, tokenizer: Tokenizer | TokenIds) -> list[Segment]:
     """Splits a sequence into its documents, without padding."""
     ids = batch.input_ids[row]
     labels = batch.labels[row]

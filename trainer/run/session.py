@@ -286,6 +286,7 @@ def open_training(
         measures_logits=measures_logits(config) and on_arrays(config, session.device, world),
         averages=averages,
         loss=config.loss,
+        has_weights=config.train_dataset.has_weights,
     )
 
 

@@ -70,7 +70,7 @@ class StepGradients:
     """Loss, tokens and gradients of one step.
 
     Attributes:
-        loss: Sum of token losses / loss tokens, in nats; or of the losses of pairs / pairs.
+        loss: Sum of token losses / loss tokens, in nats; or of weighted losses / weights, or of losses of pairs / pairs
         tokens: Loss tokens of the global batch.
         empty: Micro-batches of all ranks without a loss token.
         gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None if the global
@@ -115,7 +115,7 @@ def accumulate(
     rank_flags: RankFlags | None = None,
     norm_contribution: NormContribution | None = None,
     run_pipeline: PipelineRun | None = None,
-    count_items: Callable[[Batch], int] = count_loss_tokens,
+    count_items: Callable[[Batch], float] = count_loss_tokens,
 ) -> StepGradients:
     """Runs forward and backward passes of a step, and sums gradients over its micro-batches and then over the ranks.
 
@@ -134,19 +134,20 @@ def accumulate(
         rank_flags: Called after the last backward pass; its numbers travel with the sums.
         norm_contribution: None where each rank has the summed gradients of all parameters.
         run_pipeline: Computes all micro-batches in place of `backward`.
-        count_items: Counts what the loss of a batch is a sum over; the text above says "loss tokens" for these.
+        count_items: Counts what the loss of a batch is a sum over, or sums their weights; the text above says "loss
+            tokens" for these.
     """
     if communicator is None:
         communicator = Communicator()
     if reducer is None:
         reducer = GradientReducer()
     counts = [count_items(batch) for batch in micro_batches]
-    local_counts = [0, 0]
+    local_counts: list[float] = [0, 0]
     if communicator.reports_tokens:
         local_counts = [sum(counts), counts.count(0)]
     if count_items is not count_loss_tokens:
         local_counts.append(communicator.reports_tokens * sum(map(count_loss_tokens, micro_batches)))
-    [totals] = communicator.all_reduce([np.array([divmod(count, _LOW) for count in local_counts])])
+    [totals] = communicator.all_reduce([np.array([divmod(count, _LOW) for count in local_counts], np.float64)])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return StepGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
     factor = _factor(loss_scale, totals)
@@ -209,7 +210,7 @@ class MicroBatchTotals:
 
 def _reduce_and_read(
     totals: np.ndarray | Tensor,
-    local_items: int,
+    local_items: float,
     results: MicroBatchTotals,
     reduced: ReducedGradients,
     communicator: Communicator,
@@ -250,11 +251,11 @@ def _reduce_and_read(
         to_read[_SQUARES] = measures.square_sums(squares, groups, bool(norm_groups.per_gradient))
     to_read |= sums
     read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
-    items = _count(read[_TOTALS][0])
+    items = _amount(read[_TOTALS][0])
     empty = _count(read[_TOTALS][1])
     items = max(items, local_items)  # a step with gradients is never taken for an empty one
-    tokens = items
-    if len(read[_TOTALS]) > 2:  # those of pairs
+    tokens = int(items)
+    if len(read[_TOTALS]) > 2:  # the items are pairs, or weights
         tokens = _count(read[_TOTALS][2])
     flags = None
     if _FLAGS in read:
@@ -291,7 +292,12 @@ def _reduce_and_read(
 
 
 def _count(high_and_low: np.ndarray) -> int:
-    return int(high_and_low[0]) * _LOW + int(high_and_low[1])
+    return int(_amount(high_and_low))
+
+
+def _amount(high_and_low: np.ndarray) -> float:
+    """Returns a count, or a sum of weights, from its quotient and remainder by `_LOW`."""
+    return float(high_and_low[0]) * _LOW + float(high_and_low[1])
 
 
 def _factor(loss_scale: float, totals: np.ndarray | Tensor) -> Tensor:
@@ -300,6 +306,6 @@ def _factor(loss_scale: float, totals: np.ndarray | Tensor) -> Tensor:
     MindSpore keeps a kernel for every new Python number that an operator gets.
     """
     if not isinstance(totals, Tensor):
-        return Tensor(np.float32(loss_scale / _count(totals[0])))
+        return Tensor(np.float32(loss_scale / _amount(totals[0])))
     tokens = (totals[0] * Tensor(np.array([_LOW, 1], np.float32))).sum()
     return Tensor(np.float32(loss_scale)) / ops.maximum(tokens, Tensor(np.float32(1)))

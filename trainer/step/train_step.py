@@ -22,7 +22,7 @@ from mindspore import ParameterTuple, Tensor, ops
 
 from trainer.arrays.vocabulary.loss_terms import TERMS, LossTerms
 from trainer.arrays.vocabulary.preferences import add_margin, divergence
-from trainer.data.batches.batch import Batch, count_pairs
+from trainer.data.batches.batch import Batch, count_pairs, sum_weights
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import LossSums, ModelInputs, PassObserver, RouterStatistics, mtp_labels
@@ -135,6 +135,7 @@ class TrainStep:
         averages: Averages of the weights, which are updated after each update of the weights; None: none.
         loss: The loss of answers that are compared, a mean over the pairs or records of the global batch; None: of
             tokens or images.
+        has_weights: Whether the loss of tokens is their mean with the weights of a `WeightedBatch`.
 
     Attributes:
         observer: Sees what the steps compute, if it is set.
@@ -159,6 +160,7 @@ class TrainStep:
         measures_logits: bool = False,
         averages: WeightAverages | None = None,
         loss: LossConfig | None = None,
+        has_weights: bool = False,
     ) -> None:
         self.averages = averages
         self.model = model
@@ -172,7 +174,9 @@ class TrainStep:
         self.communicator = communicator or Communicator()
         self.pipeline = pipeline
         self.first_weights = ""  # the digest of the weights that a loss of preferences compares with
-        self.count_items: Callable[[Any], int] = count_loss_tokens
+        self.count_items: Callable[[Any], float] = count_loss_tokens
+        if has_weights:
+            self.count_items = sum_weights
         self.has_labels = False
         self.divergence: float | None = None  # of the global batch, for the loss of labelled answers
         if loss is not None:
@@ -402,10 +406,13 @@ class TrainStep:
         if modules:
             others["mtp_loss"] = sums.mtp if reports_losses else None, labels_of_modules
         if settings.has_loss_terms:
+            items = 0.0
+            if tokens:
+                items = self.count_items(batch)
             values: list[Tensor | None] = [None, None]
             if reports_losses and terms is not None:
                 values = [Tensor(np.float32(value)) for value in (terms.smoothed, terms.squares)]
-            others |= {name: (value, tokens) for name, value in zip(TERMS, values, strict=True)}
+            others |= {name: (value, items) for name, value in zip(TERMS, values, strict=True)}
         if settings.moe_layers:
             others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
         if settings.moe_layers and moe_config(settings).z_loss_factor:

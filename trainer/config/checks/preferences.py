@@ -21,6 +21,8 @@ _KEYS_OF_ONE = (
 )
 _FIELDS = {"pairs": "chosen and rejected", "margins": "chosen and rejected", "labels": "prompt, completion and label"}
 _CELLS = "anything but native layers on a CPU (an Ascend, context.mode 1, semi-automatic mode)"
+_NOISE = "model.model_config.neftune_noise_alpha"
+_WEIGHTS = f"{TRAIN}.data_loader.columns"
 _RECORDS = ("JsonlDataset", "HFDataLoader", "CommonDataLoader")
 
 
@@ -63,21 +65,28 @@ def term_problems(config: Config, world: World, on_arrays: bool) -> Iterator[Con
     settings = config.decoder
     if not config.trains or config.classifier is not None:
         return
-    used = {"label_smoothing": bool(settings.label_smoothing), "z_loss_weight": bool(settings.z_loss_weight),
-            "neftune_noise_alpha": settings.neftune_noise_alpha is not None}  # fmt: skip
-    for name in (name for name, is_used in used.items() if is_used):
+    used = {
+        "model.model_config.label_smoothing": bool(settings.label_smoothing),
+        "model.model_config.z_loss_weight": bool(settings.z_loss_weight),
+        _NOISE: settings.neftune_noise_alpha is not None,
+        _WEIGHTS: config.train_dataset.has_weights,
+    }
+    for key in (key for key, is_used in used.items() if is_used):
         lacking = []
         if not on_arrays:
             lacking.append(_CELLS)
-        if name == "neftune_noise_alpha" and settings.embedding_multiplier != 1:
+        if key == _NOISE and settings.embedding_multiplier != 1:
             lacking.append(f"embedding_multiplier {settings.embedding_multiplier:g}")
-        if name != "neftune_noise_alpha" and config.loss is not None:
+        if key != _NOISE and config.loss is not None:
             lacking.append(f"a loss of preferences ({config.loss.type})")
-        if name != "neftune_noise_alpha" and model_spec(settings).mtp_modules:
+        if key != _NOISE and model_spec(settings).mtp_modules:
             lacking.append("multi-token prediction")
+        if key == _WEIGHTS and settings.experts is not None:
+            lacking.append("experts")
         if lacking:
-            rule = f"is not yet supported with {', '.join(lacking)}"
-            yield problem(config, f"model.model_config.{name}", rule, "leave that out, or leave this key out")
+            yield problem(config, key, f"is not yet supported with {', '.join(lacking)}", "leave one of both out")
+
+
 def _score_problems(config: Config, world: World, on_arrays: bool) -> Iterator[ConfigError]:
     """Yields errors about a reward model where its loss is not the subject."""
     is_reward = config.loss is not None and config.loss.type == "reward"

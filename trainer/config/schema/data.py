@@ -8,7 +8,9 @@ from trainer.config.schema.fields import BATCH, COUNT, LENGTH, REQUIRED, TOKEN_I
 
 _Field: TypeAlias = Literal[
     "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "text", "system",
-    "tools", "chosen", "rejected", "label", "margin"]
+    "tools", "chosen", "rejected", "label", "margin", "weight"]
+WEIGHT = "weight"
+"""The field of a record with the factor on the loss of its tokens, which is read if `columns` names its column."""
 TRAIN = "train_dataset"
 EVAL = "eval_dataset"
 IMAGES = "MnistDataset"
@@ -61,7 +63,8 @@ class _RecordLoader(_Loader):
         [f"*{suffix}{compression}" for suffix in (".jsonl", ".json") for compression in ("", ".gz", ".zst")]
         + ["*.parquet", "*.arrow"], "Files of a folder to read.", min_length=1)
     columns: dict[_Field, str] = setting(
-        {}, "Columns of the files with other names than the usual ones, as {messages: dialogue}. Default empty.")
+        {}, "Columns of the files with other names than the usual ones, as {messages: dialogue}; {weight: weight} names"
+        " that of the weight of each record's loss. Default empty.")
     split: str = setting(
         "", "The split to read if a folder has several. Default empty: train, in eval_dataset validation or test.")
     bad_records: Literal["error", "skip"] = setting(
@@ -266,6 +269,11 @@ class DatasetConfig(Section):
     max_batches: int = setting(0, "eval_dataset: micro-batches an evaluation reads. Default 0: all.", ge=0, le=COUNT)
     cache_dir: FilePath | None = setting(
         None, "Folder of the token files that are built once. Default null: ~/.cache/run_trainer/tokens.")
+
+    @property
+    def has_weights(self) -> bool:
+        """Returns whether each record has a weight, the factor on the loss of its tokens."""
+        return WEIGHT in getattr(self.data_loader, "columns", {})
 
 
 class DatasetTask(Section):

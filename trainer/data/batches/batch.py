@@ -5,7 +5,7 @@ Shape legend: B sequences of a micro-batch, T tokens of a sequence (``model_conf
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -49,10 +49,28 @@ class PairBatch(NamedTuple):
     a sequence has fewer. [B, 0] where they are not known."""
 
 
-Batches = TypeVar("Batches", bound=Batch | PairBatch)
+class WeightedBatch(NamedTuple):
+    """A `Batch` whose records have weights."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    segment_ids: np.ndarray
+    values: np.ndarray
+    """float32 [B, T], the factor on the loss of each token: that of its document; 0 in padding."""
 
 
-def count_pairs(batch: Batch | PairBatch) -> int:
+AnyBatch: TypeAlias = Batch | PairBatch | WeightedBatch
+Batches = TypeVar("Batches", bound=AnyBatch)
+
+
+def sum_weights(batch: AnyBatch) -> float:
+    """Sums the weights of the loss tokens of a batch."""
+    assert isinstance(batch, WeightedBatch)
+    return float(batch.values[batch.labels != IGNORE_INDEX].sum(dtype=np.float64))
+
+
+def count_pairs(batch: AnyBatch) -> int:
     """Counts the pairs of a batch; padding is none."""
     rows_N, places_N = np.nonzero(batch.labels != IGNORE_INDEX)
     pairs_N = batch.segment_ids[rows_N, places_N].astype(np.int64) // 2
@@ -66,11 +84,19 @@ def padding_batch(size: int, seq_length: int) -> Batch:
     return Batch(zeros_BT, np.full_like(zeros_BT, IGNORE_INDEX), np.ascontiguousarray(positions_BT), zeros_BT.copy())
 
 
-def compared(batch: Batch, values_BT: np.ndarray | None = None) -> PairBatch:
-    """Makes a batch of pairs whose log-probabilities before the training are not known; without values they are 0."""
-    if values_BT is None:
-        values_BT = np.zeros(batch.labels.shape, np.float32)
-    return PairBatch(*batch, values_BT, np.zeros((len(batch.labels), 0)))
+def add_values(batch: Batch, kind: type[Batches], values_BT: np.ndarray | None = None) -> Batches:
+    """Makes a batch of a kind from tokens and the values of their documents; without values they are 0.
+
+    The log-probabilities of pairs before the training are not known. A `Batch` has no values.
+    """
+    more = []
+    if kind is not Batch:
+        if values_BT is None:
+            values_BT = np.zeros(batch.labels.shape, np.float32)
+        more.append(values_BT)
+    if kind is PairBatch:
+        more.append(np.zeros((len(batch.labels), 0)))
+    return kind(*batch, *more)
 
 
 def concatenate(first: Batches, second: Batches) -> Batches:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.data.batches.batch import Batch, PairBatch, concatenate
+from trainer.data.batches.batch import AnyBatch, concatenate
 from trainer.data.batches.packing import DocumentCounts, PackingReport, SequenceDataset, checked_indices
 from trainer.data.rng import Stream, random_order
 
@@ -109,7 +109,7 @@ class BlendedDataset:
             return np.concatenate(orders)[start : start + count]
         return np.empty(0, np.int64)
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch | PairBatch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> AnyBatch:
         indices_B = checked_indices(indices, int(self._starts[-1]))
         source_B = np.searchsorted(self._starts, indices_B, side="right") - 1
         parts = [
@@ -120,7 +120,7 @@ class BlendedDataset:
         place_B = np.argsort(np.argsort(source_B, kind="stable"), kind="stable")
         return type(by_source)(*(array[place_B] for array in by_source))
 
-    def padding(self, size: int) -> Batch | PairBatch:
+    def padding(self, size: int) -> AnyBatch:
         return self._datasets[0].padding(size)
 
     def count_documents(self) -> DocumentCounts:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data.batches.batch import Batch, PairBatch, concatenate
+from trainer.data.batches.batch import AnyBatch, PairBatch, concatenate
 from trainer.data.batches.blend import BlendedDataset
 from trainer.data.batches.packing import SequenceDataset
 from trainer.data.datasets import batch_size, build_datasets, build_eval_dataset
@@ -170,7 +170,7 @@ class BatchLoader:
             fix = "set a smaller batch_size, or drop_remainder to False"
             raise UserError(rule, key="batch_size", value=self.batch_size, fix=fix)
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch | PairBatch, None, None]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[AnyBatch, None, None]:
         """Iterates over the micro-batches of an epoch; the first `start` are skipped without reading them.
 
         A background thread prepares them from the first ``next`` on, until the iteration ends or the iterator is
@@ -179,7 +179,7 @@ class BatchLoader:
         assert 0 <= start <= self.batches_per_epoch
         return _prefetch(self._batches(epoch, start), self.prefetch_size)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch | PairBatch]:
+    def _batches(self, epoch: int, start: int) -> Iterator[AnyBatch]:
         order = epoch_order(self.dataset, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
         for index in range(start, self.batches_per_epoch):
             first = (index * self.ranks + self.rank) * self.batch_size
@@ -192,7 +192,7 @@ class BatchLoader:
                 reference_BD[: len(indices)] = self.reference[indices]
                 yield batch._replace(reference=reference_BD)
 
-    def _batch(self, indices: np.ndarray) -> Batch | PairBatch:
+    def _batch(self, indices: np.ndarray) -> AnyBatch:
         """Reads sequences, filled up to a micro-batch."""
         missing = self.batch_size - len(indices)
         if not missing:
@@ -202,9 +202,9 @@ class BatchLoader:
         return concatenate(self.dataset.batch(indices), self.dataset.padding(missing))
 
 
-def _prefetch(batches: Iterator[Batch | PairBatch], size: int) -> Generator[Batch | PairBatch, None, None]:
+def _prefetch(batches: Iterator[AnyBatch], size: int) -> Generator[AnyBatch, None, None]:
     """Runs an iterator in a thread, up to `size` items ahead."""
-    ready: queue.Queue[Batch | PairBatch | BaseException | None] = queue.Queue(size)
+    ready: queue.Queue[AnyBatch | BaseException | None] = queue.Queue(size)
     stop = threading.Event()
 
     def produce() -> None:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, PairBatch, compared, padding_batch
+from trainer.data.batches.batch import IGNORE_INDEX, AnyBatch, Batch, PairBatch, add_values, padding_batch
 from trainer.data.batches.best_fit import best_fit, pack_one_each
 from trainer.data.batches.split import DocumentSpans
 from trainer.data.tokens.token_file import TokenFile
@@ -48,10 +48,10 @@ class SequenceDataset(Protocol):
     content: str  # identifies the tokens of the data set and their packing
     packing: PackingReport | None = None  # None if nothing is packed
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch | PairBatch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> AnyBatch:
         """Reads the sequences with these numbers, in this order; raises IndexError if one is out of range."""
 
-    def padding(self, size: int) -> Batch | PairBatch:
+    def padding(self, size: int) -> AnyBatch:
         """Makes sequences without loss, to fill up a last batch."""
         return padding_batch(size, self.seq_length)
 
@@ -75,7 +75,29 @@ class DocumentCounts(NamedTuple):
     loss_tokens: int
 
 
-class TokenDataset(SequenceDataset):
+class _TokenFileDataset(SequenceDataset):
+    """Reads pieces of documents, with the value of each if batches are of a `kind` that has values."""
+
+    _token_file: TokenFile
+    _kind: type[AnyBatch]
+
+    def padding(self, size: int) -> AnyBatch:
+        return add_values(padding_batch(size, self.seq_length), self._kind)
+
+    def _read(self, pieces: _SequenceSegments) -> AnyBatch:
+        """Reads pieces into sequences; a value of a document is that of all its tokens."""
+        batch = _read_tokens(self._token_file, pieces, self.seq_length)
+        values = self._token_file.values
+        if self._kind is Batch or values is None:
+            return add_values(batch, self._kind)
+        documents_P = np.searchsorted(self._token_file.offsets, pieces.starts_P, side="right") - 1
+        row_P = np.repeat(np.arange(len(batch.labels)), pieces.counts_B)
+        values_BD = np.zeros((len(batch.labels), int(batch.segment_ids.max()) + 1), np.float32)
+        values_BD[row_P, index_within_groups(pieces.counts_B)] = values[documents_P]
+        return add_values(batch, self._kind, np.take_along_axis(values_BD, batch.segment_ids, 1))
+
+
+class TokenDataset(_TokenFileDataset):
     """Running text of a memory-mapped token file, cut into sequences; `batch` reads only what it needs.
 
     Args:
@@ -83,6 +105,7 @@ class TokenDataset(SequenceDataset):
         seq_length: Tokens of a sequence (T).
         keep_tail: Whether the tokens after the last full sequence make another one, filled up with padding.
         limit: The most sequences (``num_samples``); None for all.
+        kind: Batches of this kind are read; `WeightedBatch`: the documents have weights.
     """
 
     def __init__(
@@ -93,7 +116,9 @@ class TokenDataset(SequenceDataset):
         *,
         keep_tail: bool = False,
         limit: int | None = None,
+        kind: type[AnyBatch] = Batch,
     ) -> None:
+        self._kind = kind
         self.seq_length = seq_length
         self.num_documents = len(spans.lengths)
         self.max_token_id = token_file.meta.max_token_id
@@ -120,7 +145,7 @@ class TokenDataset(SequenceDataset):
     def count_documents(self) -> DocumentCounts:
         return _count(self._token_file, self._spans)
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> AnyBatch:
         starts_B = checked_indices(indices, self.num_sequences) * self.seq_length
         ends_B = np.minimum(starts_B + self.seq_length, self.num_tokens)
         first_B = np.searchsorted(self._offsets, starts_B, side="right") - 1
@@ -135,10 +160,10 @@ class TokenDataset(SequenceDataset):
             lengths_P=end_P - begin_P,
             continues_P=end_P < self._offsets[document_P + 1],
         )
-        return _read(self._token_file, pieces, self.seq_length)
+        return self._read(pieces)
 
 
-class PackedDataset(SequenceDataset):
+class PackedDataset(_TokenFileDataset):
     """Samples of a memory-mapped token file, packed without cutting them; `batch` reads only what it needs.
 
     Args:
@@ -147,7 +172,8 @@ class PackedDataset(SequenceDataset):
         packing: ``whole`` packs as many samples into a sequence as fit, ``none`` a single one.
         limit: The most sequences (``num_samples``); None for all.
         fitted: The result of `truncate_or_drop`, for the report.
-        pairs: Whether each span is a pair: two documents of the token file, which stay together.
+        kind: Batches of this kind are read. `PairBatch`: each span is a pair, two documents of the token file, which
+            stay together; `WeightedBatch`: the documents have weights.
     """
 
     def __init__(
@@ -159,7 +185,7 @@ class PackedDataset(SequenceDataset):
         packing: Literal["whole", "none"] = "whole",
         limit: int | None = None,
         fitted: FittedSpans | None = None,
-        pairs: bool = False,
+        kind: type[AnyBatch] = Batch,
     ) -> None:
         if packing == "whole":
             packed = best_fit(spans.lengths, seq_length)
@@ -171,9 +197,10 @@ class PackedDataset(SequenceDataset):
         self._samples = packed.samples[: self._starts[-1]]
         self._token_file = token_file
         self._spans = spans
-        self._pairs = pairs
+        self._kind = kind
+        self._has_pairs = kind is PairBatch
         self.seq_length = seq_length
-        self.num_documents = len(self._samples) * (1 + pairs)
+        self.num_documents = len(self._samples) * (1 + self._has_pairs)
         self.num_sequences = len(self._starts) - 1
         self.num_tokens = int(spans.lengths[self._samples].sum())
         self.max_token_id = token_file.meta.max_token_id
@@ -190,25 +217,19 @@ class PackedDataset(SequenceDataset):
             token_file.meta.num_skipped,
         )  # fmt: skip
 
-    def padding(self, size: int) -> Batch | PairBatch:
-        batch = padding_batch(size, self.seq_length)
-        if self._pairs:
-            return compared(batch)
-        return batch
-
     def count_documents(self) -> DocumentCounts:
         samples = np.sort(self._samples)
         spans = DocumentSpans(self._spans.starts[samples], self._spans.lengths[samples])
-        if self._pairs:
+        if self._has_pairs:
             spans = _documents_of_pairs(spans, self._token_file.offsets)
         return _count(self._token_file, spans)
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> Batch | PairBatch:
+    def batch(self, indices: Sequence[int] | np.ndarray) -> AnyBatch:
         indices_B = checked_indices(indices, self.num_sequences)
         counts_B = self._starts[indices_B + 1] - self._starts[indices_B]
         sample_P = self._samples[np.repeat(self._starts[indices_B], counts_B) + index_within_groups(counts_B)]
         spans = DocumentSpans(self._spans.starts[sample_P], self._spans.lengths[sample_P])
-        if self._pairs:
+        if self._has_pairs:
             spans = _documents_of_pairs(spans, self._token_file.offsets)
             counts_B = counts_B * 2
         pieces = _SequenceSegments(
@@ -217,20 +238,7 @@ class PackedDataset(SequenceDataset):
             lengths_P=spans.lengths,
             continues_P=np.zeros(len(spans.starts), bool),
         )
-        batch = _read(self._token_file, pieces, self.seq_length)
-        if self._pairs:
-            return compared(batch, self._values(batch, pieces))
-        return batch
-
-    def _values(self, batch: Batch, pieces: _SequenceSegments) -> np.ndarray | None:
-        """Returns the value of the document of each token, [B, T]; None if all are 0."""
-        if self._token_file.values is None:
-            return None
-        documents_P = np.searchsorted(self._token_file.offsets, pieces.starts_P, side="right") - 1
-        row_P = np.repeat(np.arange(len(batch.labels)), pieces.counts_B)
-        values_BD = np.zeros((len(batch.labels), int(batch.segment_ids.max()) + 1), np.float32)
-        values_BD[row_P, index_within_groups(pieces.counts_B)] = self._token_file.values[documents_P]
-        return np.take_along_axis(values_BD, batch.segment_ids, 1)
+        return self._read(pieces)
 
 
 def pairs_of_documents(documents: DocumentSpans) -> DocumentSpans:
@@ -303,7 +311,7 @@ def index_within_groups(counts: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
-def _read(token_file: TokenFile, pieces: _SequenceSegments, seq_length: int) -> Batch:
+def _read_tokens(token_file: TokenFile, pieces: _SequenceSegments, seq_length: int) -> Batch:
     """Reads pieces into sequences. The rest of a sequence is padding: a separate segment without loss."""
     counts_B, starts_P, lengths_P, continues_P = pieces
     token_file.check(starts_P, lengths_P + continues_P)

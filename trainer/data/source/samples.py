@@ -19,7 +19,8 @@ A pair may have a ``margin`` for a reward model. Or a record has ``prompt``, ``c
 desirable answer (TRL); `DataSource.answers` tells. Beside its own answer, such a prompt has one that does not belong to
 it: that of the nearest earlier record with another prompt, at the beginning of the data of the first such record.
 
-A conversation may have ``tools``, and ``system`` for a system message before the others.
+A conversation may have ``tools``, and ``system`` for a system message before the others. A record has a ``weight``, the
+factor on the loss of its tokens, if ``columns`` names its column.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from itertools import islice
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from trainer.config.schema.data import WEIGHT
 from trainer.data.source.files import DataSource
 from trainer.data.source.records import Record, raise_error, read_records
 from trainer.errors import UserError
@@ -56,6 +58,7 @@ _LABELS_FIX = (
     "give each record `prompt` and `completion`, as texts or as lists of messages, and `label`, true or false, or set "
     "data_loader.columns to the names of its columns"
 )
+_LARGEST_WEIGHT = 1e6
 _EMPTY = "its content is empty"
 _EMPTY_FIX = "write a text, or remove the record"
 
@@ -81,7 +84,7 @@ class Sample(NamedTuple):
     text: str  # carries loss
     where: str  # "file:line" or "file: record N"
     other: Sample | None = None  # with the rejected answer, or with one that does not belong to the prompt
-    value: float = 0.0  # 1 if a labelled answer is desirable, else 0; the margin of a pair
+    value: float = 0.0  # 1 if a labelled answer is desirable, else 0; the margin of a pair; the weight of a record
     prompt_turns: int = 0  # of a labelled answer: the messages before it
 
 
@@ -197,6 +200,8 @@ def to_sample(record: Record, columns: Mapping[str, str], answers: str = "") -> 
             sample = _pair(fields, answers == "margins")
         else:
             sample = _make_sample(fields)
+            if sample is not None and WEIGHT in columns:
+                sample = sample._replace(value=_weight(fields))
         for each in (sample, sample and sample.other):
             if each is not None:
                 _check_unicode(each)
@@ -272,6 +277,16 @@ def _make_sample(fields: _Fields) -> Sample | None:
         return _FORMS[max(forms, key=fields.num_mapped)](fields)
     rule = f"the record has none of the known forms; {fields.names}"
     raise UserError(rule, where=fields.where, fix=_FORMS_FIX)
+
+
+def _weight(fields: _Fields) -> float:
+    """Returns the weight of a record in float32, which must be a number that is not negative."""
+    value = fields.get(WEIGHT)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _LARGEST_WEIGHT:
+        fix = "correct it, or remove the record"
+        raise _wrong(fields.where, fields.key(WEIGHT), value, f"a number from 0 to {_LARGEST_WEIGHT:g}", fix)
+    return float(value)
 
 
 def _text(fields: _Fields) -> Sample | None:

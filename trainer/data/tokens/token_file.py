@@ -5,7 +5,7 @@ A token file is a folder of the cache, named by a hash of content and settings::
     tokens.bin    uint16 or uint32 (by the tokenizer's vocabulary), all documents one after the other
     offsets.bin   int64 [documents + 1], where each document starts, and the end of the last
     mask.bin      uint8, 1 where a token carries loss; only if some token carries none
-    values.bin    float32 [documents], the label or margin of each; only if some is not 0
+    values.bin    float32 [documents], the label, margin or weight of each; only if some is not 0
     pages.bin     the checksum of each page of tokens.bin, then of each page of mask.bin
     meta.json     counts, sizes and checksums of the files; tokenizer and source
 

@@ -478,37 +478,36 @@ def test_evaluations_of_averages_need_averages() -> None:
     assert "is 0.488 times a mean" in told("optimizer: {type: PmaAdamW, fused_num: 3}\n", SINGLE_PROCESS)
 
 
-TERMS = {"label_smoothing": 0.1, "z_loss_weight": 1e-4, "neftune_noise_alpha": 5}
+MODEL_KEYS = "model.model_config"
+WEIGHTS = "train_dataset.data_loader.columns"
+TERMS = {
+    f"{MODEL_KEYS}.label_smoothing": "0.1", f"{MODEL_KEYS}.z_loss_weight": "1e-4",
+    f"{MODEL_KEYS}.neftune_noise_alpha": "5", WEIGHTS: "{weight: weight}",
+}  # fmt: skip
+RECORDS = ["train_dataset.data_loader.type=JsonlDataset"]
 CELLS = "anything but native layers on a CPU"
 
 
-@pytest.mark.parametrize("name", TERMS)
-@pytest.mark.parametrize(
-    ("others", "lacking"),
-    [
-        (["context.mode=1"], {"label_smoothing": CELLS, "z_loss_weight": CELLS, "neftune_noise_alpha": CELLS}),
-        (
-            ["context.mode=1", "loss.type=simpo", "model.model_config.mtp_depth=1"],
-            dict.fromkeys(("label_smoothing", "z_loss_weight"),
-                          f"{CELLS} (an Ascend, context.mode 1, semi-automatic mode), a loss of preferences (simpo),"
-                          " multi-token prediction"),
-        ),
-        (["model.model_config.embedding_multiplier=2"], {"neftune_noise_alpha": "embedding_multiplier 2"}),
-    ],
-    ids=["cells", "everything", "embeddings"],
-)  # fmt: skip
-def test_terms_of_the_loss_and_noise_say_at_once_what_they_lack(
-    name: str, others: list[str], lacking: dict[str, str]
-) -> None:
-    config = load(BASE, f"model.model_config.{name}={TERMS[name]}", *others)
-    native = on_arrays(config, "CPU", SINGLE_PROCESS)
-    messages = [str(each.error) for each in term_problems(config, SINGLE_PROCESS, native)]
-    if name not in lacking:
-        assert native == (not messages)
-        return
-    [message] = messages
-    assert f"model.model_config.{name}" in message and f"is not yet supported with {lacking[name]}" in message
-    assert not list(term_problems(load(BASE, f"model.model_config.{name}={TERMS[name]}"), SINGLE_PROCESS, True))
+@pytest.mark.parametrize("key", TERMS)
+def test_terms_noise_and_weights_say_at_once_what_they_lack(key: str) -> None:
+    """One message names everything that is not supported beside a key."""
+    mine = [*RECORDS, f"{key}={TERMS[key]}"]
+
+    def lacking(*others: str) -> str:
+        config = load(BASE, *mine, *others)
+        native = on_arrays(config, "CPU", SINGLE_PROCESS)
+        messages = [str(each.error) for each in term_problems(config, SINGLE_PROCESS, native)]
+        assert len(messages) <= 1 and all(key in message for message in messages)
+        return "".join(messages)
+
+    is_noise = "neftune" in key
+    assert not lacking()
+    assert f"is not yet supported with {CELLS}" in lacking("context.mode=1")
+    others = "a loss of preferences (simpo), multi-token prediction"
+    found = lacking("context.mode=1", "loss.type=simpo", f"{MODEL_KEYS}.mtp_depth=1")
+    assert CELLS in found and (others in found) != is_noise
+    assert ("embedding_multiplier 2" in lacking(f"{MODEL_KEYS}.embedding_multiplier=2")) == is_noise
+    assert ("with experts" in lacking(f"{MODEL_KEYS}.moe_config.expert_num=4")) == (key == WEIGHTS)
 
 
 @pytest.mark.parametrize(

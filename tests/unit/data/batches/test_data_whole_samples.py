@@ -11,11 +11,12 @@ import pytest
 from data_helpers import cache_of, jsonl, line_of, make_config, source_of
 
 from trainer.config import Override, load_config
-from trainer.data.batches.batch import IGNORE_INDEX
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, WeightedBatch, sum_weights
 from trainer.data.batches.best_fit import best_fit, pack_one_each
 from trainer.data.batches.packing import PackedDataset, TokenDataset, truncate_or_drop
 from trainer.data.batches.split import DocumentSpans, all_documents
 from trainer.data.datasets import build_datasets, build_eval_dataset
+from trainer.data.source.find import find_sources
 from trainer.data.tokens.cache import find_token_file
 from trainer.data.tokens.token_file import open_token_file
 from trainer.data.tokens.tokenizer import ByteTokenizer
@@ -286,3 +287,70 @@ def test_no_sample_of_the_example_of_instructions_lost_its_prompt(tmp_path):
                     trained += 1
                     cut += tuple(ids[is_here].tolist()) not in samples
     assert (trained, cut) == (token_file.meta.num_documents, 0)
+
+
+# Weights of records
+
+
+def weighted_file(folder: Path, *others: object) -> Path:
+    records = [{"text": "ab" * (1 + number % 3), "importance": number / 4} for number in range(20)]
+    return jsonl(folder / "weighted.jsonl", *records, *others)
+
+
+@pytest.mark.parametrize("packing", ["whole", "cut", "none"])
+def test_tokens_have_the_weight_of_their_record(tmp_path: Path, packing: str) -> None:
+    path = weighted_file(tmp_path)
+    loader = JSONL | {"columns": {"weight": "importance"}}
+    train = {"packing": packing, "drop_remainder": False, "held_out": 0.2}
+    config = make_config(tmp_path, path, loader=loader, train=train)
+    dataset, held_out = build_datasets(config)
+    evaluated = build_eval_dataset(config)
+    assert held_out is not None and evaluated is not None
+    assert type(held_out.batch([0])) is type(evaluated.batch([0])) is Batch, "evaluations have no weights"
+    found: dict[float, int] = {}
+    for number in range(dataset.num_sequences):
+        batch = dataset.batch([number])
+        assert isinstance(batch, WeightedBatch) and batch.values.dtype == np.float32
+        plain = make_config(tmp_path, path, loader=JSONL, train=train)
+        assert all(map(np.array_equal, batch[:4], build_datasets(plain)[0].batch([number])))
+        is_token = batch.input_ids > 0
+        assert not batch.values[~is_token].any()
+        for weight, count in zip(*np.unique(batch.values[is_token], return_counts=True), strict=True):
+            found[float(weight)] = found.get(float(weight), 0) + int(count)
+    lengths = {number / 4: 2 * (1 + number % 3) + 1 for number in range(20)}  # with the token that ends each
+    assert found and found == {weight: lengths[weight] for weight in found}
+    assert sum(found.values()) == dataset.num_tokens
+    padding = dataset.padding(2)
+    assert isinstance(padding, WeightedBatch) and not padding.values.any() and padding.values.shape == (2, 8)
+    assert sum_weights(batch) == batch.values[batch.labels != IGNORE_INDEX].astype(np.float64).sum()
+
+
+def test_records_that_all_weigh_nothing_have_weights(tmp_path: Path) -> None:
+    """Their token file has no values, as that of texts has none."""
+    path = jsonl(tmp_path / "nothing.jsonl", *[{"text": "ab", "importance": 0}] * 8)
+    dataset, _ = build_datasets(make_config(tmp_path, path, loader=JSONL | {"columns": {"weight": "importance"}}))
+    batch = dataset.batch([0])
+    assert isinstance(batch, WeightedBatch) and (batch.labels != IGNORE_INDEX).any()
+    assert sum_weights(batch) == 0 and batch.values.shape == batch.labels.shape
+
+
+@pytest.mark.parametrize("weight", [-1, "2", None, True, 1e7, float("nan"), float("inf")])
+def test_a_weight_that_is_no_weight_is_an_error_with_its_line(tmp_path: Path, weight: object) -> None:
+    path = weighted_file(tmp_path, {"text": "abc", "importance": weight})
+    with pytest.raises(UserError, match=r"weighted.jsonl:21.*importance.*must be a number from 0 to 1e\+06"):
+        build_datasets(make_config(tmp_path, path, loader=JSONL | {"columns": {"weight": "importance"}}))
+
+
+def test_a_damaged_file_of_weights_is_built_again(tmp_path: Path) -> None:
+    source = find_sources(
+        make_config(tmp_path, weighted_file(tmp_path), loader=JSONL | {"columns": {"weight": "importance"}}),
+        "train_dataset",
+    )[0][0]
+    notes: list[str] = []
+    built = find_token_file(source, ByteTokenizer(), cache_of(tmp_path))
+    file = built.path / "values.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-4] + b"\0\0\0\1")
+    assert open_token_file(built.path) is None
+    again = find_token_file(source, ByteTokenizer(), cache_of(tmp_path), note=notes.append)
+    assert again.path == built.path and file.read_bytes() == content and "is damaged" in notes[0]
