@@ -323,7 +323,8 @@ def test_the_table_of_a_newer_file_has_its_keys_and_values():
 
 
 def test_pairs_of_answers_have_room_for_both():
-    text = (Path(__file__).resolve().parents[3] / "configs" / "dpo.yaml").read_text().replace("seq_length: 512 ", "seq_length: 4096 ")
+    text = (Path(__file__).resolve().parents[3] / "configs" / "dpo.yaml").read_text()
+    text = text.replace("seq_length: 512 ", "seq_length: 4096 ")
     config, changes = small(text.replace("position_embeddings: 512", "position_embeddings: 4096"), missing=False)
     assert config.decoder.seq_length == 1024
     assert config.train_dataset.overlong == "drop" and "train_dataset.overlong" in changes
