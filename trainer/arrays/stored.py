@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
 from trainer.arrays.onednn import BFLOAT16, operators
+from trainer.storage.bfloat16 import as_float32
 from trainer.storage.quantized import QuantizedArray
 
 _NUMBERS = 1 << 16  # that a thread decompresses at once: they stay in its cache
@@ -81,7 +82,7 @@ class StoredMatrix:
     def look_up(self, places_N: np.ndarray, out_NE: np.ndarray) -> None:
         """Writes rows of the matrix to a float32 array."""
         rows_NE = np.take(self.numbers.codes.reshape(self.shape), places_N, axis=0, mode="clip")
-        operators().cast(rows_NE, out_NE)
+        out_NE[...] = as_float32(rows_NE)  # oneDNN would compile code for each number of rows
 
     def read_rows(self, rows: slice) -> np.ndarray:
         """Returns some rows in memory of this thread, valid until the thread's next call."""
