@@ -360,6 +360,9 @@ def test_what_is_saved_says_that_later_steps_change_it(tiny: TinyTrainer, window
     assert saved.shares_memory
 
 
+WEIGHT_OF = {"train_dataset": {"data_loader": {"type": "JsonlDataset", "columns": {"weight": "weight"}}}}
+
+
 def test_weights_of_records_make_the_loss_a_weighted_mean() -> None:
     """Loss and gradients are sums over loss tokens of weight x loss / sum of weights, also over micro-batches."""
     trainer = shared_trainer()
@@ -377,11 +380,22 @@ def test_weights_of_records_make_the_loss_a_weighted_mean() -> None:
         for batch, weight in zip(batches, weights, strict=True)
     ]
     joined = WeightedBatch(*join(batches, 3), np.concatenate([each.values for each in weighted]))
-    weight_of = {"train_dataset": {"data_loader": {"type": "JsonlDataset", "columns": {"weight": "weight"}}}}
     for micro_batches in (weighted, [joined]):
-        step = trainer.step(optimizer={"type": "SGD", "momentum": 0.5}, **weight_of)
+        step = trainer.step(optimizer={"type": "SGD", "momentum": 0.5}, **WEIGHT_OF)
         result = step(micro_batches)
         assert result.loss == pytest.approx(loss, rel=LIMITS.loss) and result.tokens == sum(counts)
         for number, name in enumerate(step.optimizer.parameters):  # the buffer after one step is the gradient
             right = sum(weight * grads[number] for weight, (_, grads) in zip(weights, parts, strict=True)) / total
             assert distance(step.optimizer.state["momentum_buffer"][name].asnumpy(), right) < LIMITS.gradients, name
+
+
+def test_one_weight_for_all_records_changes_no_mean() -> None:
+    """Nor where the weights of a step sum to less than 1: a power of 2 scales all sums without rounding."""
+    trainer = shared_trainer(label_smoothing=0.2, z_loss_weight=0.01)
+    batch = make_batch(1, 9)
+    light = WeightedBatch(*batch, np.full(batch.labels.shape, 2.0**-7, np.float32))
+    right = trainer.step()([batch])
+    ours = trainer.step(**WEIGHT_OF)([light])
+    assert len(right.losses) == 2
+    assert (ours.loss, ours.losses, ours.tokens) == (right.loss, right.losses, right.tokens)
+    assert ours.global_norm == pytest.approx(right.global_norm, rel=LIMITS.gradients)
