@@ -408,4 +408,3 @@ def _rank(degrees: Degrees, stage: int) -> int:
     """Returns the number of the fullest rank of a stage."""
     where: MeshCoordinate = fullest_rank(degrees, stage)
     return stage * (degrees.ranks // degrees.pipeline_stage) + where.tensor
-
