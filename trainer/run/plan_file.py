@@ -525,7 +525,7 @@ def open_search(config: Config, world: World, device: str) -> LayoutSearch:
         UserError: The file does not train a decoder, or the sizes of its model are not known.
     """
     if not config.trains or config.classifier is not None:
-        rule = "is for the training of a decoder"
+        rule = "only the training of a decoder has layouts to search for"
         raise UserError(rule, where="flag --search", key="--search", fix="leave it out")
     raise_problems([each for each in run_problems(config, world) if each.error.key == config.source.name(_MODEL)])
     limit_bytes = _limit_bytes(config)

@@ -192,6 +192,8 @@ def test_a_file_of_measurements_that_is_none_is_refused(tmp_path: Path) -> None:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(UserError, match="Fix: write a list"):
             read_measurements(file)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_measurements(tmp_path / "nothing.yaml")
 
 
 def test_rank_correlation_of_ties() -> None:

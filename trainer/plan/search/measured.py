@@ -17,8 +17,8 @@ import yaml
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.read.loader import load_config
-from trainer.config.read.yaml_reader import read_text
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 from trainer.parallel.world import world_of
 from trainer.plan.memory import decoder_facts, memory_estimate
 from trainer.plan.search.hardware import Factors, Rates, device_rates
@@ -69,8 +69,11 @@ def read_measurements(path: Path) -> list[Measurement]:
     """
     where = str(path)
     try:
-        items = yaml.safe_load(read_text(where))
-    except yaml.YAMLError as error:
+        items = yaml.safe_load(read_bytes(path))
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror or error}"
+        raise UserError(rule, where=where, key="--measured", fix=_FIX) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"is no YAML: {error}", where=where, key="--measured", fix=_FIX) from None
     if not isinstance(items, list) or not items:
         raise UserError("is no list of measurements", where=where, key="--measured", fix=_FIX)
