@@ -25,7 +25,7 @@ from trainer.models.spec.shapes import classifier_names, parameter_specs
 
 if TYPE_CHECKING:
     from trainer.config.schema.classifier import ClassifierConfig
-    from trainer.models.inputs import RouterStatistics
+    from trainer.models.inputs import PassObserver, RouterStatistics
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
@@ -129,8 +129,9 @@ class Classifier(nn.Cell):
         self.correct_labels = compile_cell(CorrectLabels(), compiled)
 
     def construct(
-        self, inputs: ImageInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
-    ) -> LossSums:
+        self, inputs: ImageInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None,
+        observer: PassObserver | None = None,
+    ) -> LossSums:  # fmt: skip
         """Returns the sum of the images' losses; without `statistics`, in evaluation, also counts correct labels."""
         logits_BC = self.run_layers(inputs.pixels_BP, *(each.view(each.shape) for each in self.ordered))
         loss = self.loss(logits_BC, inputs.targets_BC)

@@ -337,7 +337,7 @@ class TrainStep:
             if not self.count_items(batch):
                 continue
             # With the dropout of the training pass, but without its gradients.
-            call = self.decoder_call(batch, number)._replace(statistics=None, observer=None)
+            call = self.decoder_call(batch, number)._replace(statistics=None)
             self.model(*call)
             pairs = call.inputs.pairs
             assert pairs is not None and pairs.labelled is not None

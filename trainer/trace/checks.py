@@ -40,6 +40,9 @@ def trace_problems(config: Config, world: World) -> Iterator[ConfigError]:
         if rate:
             rule = "ranks draw other masks than one rank does, so that nothing would be equal"
             yield problem(config, key, rule, "write 0 for the trace")
+    if config.decoder.neftune_noise_alpha is not None:
+        rule = "ranks draw other noise than one rank does, so that nothing would be equal"
+        yield problem(config, "model.model_config.neftune_noise_alpha", rule, "leave it out for the trace")
 
 
 _DROPOUT = ("hidden_dropout", "attention_dropout")
