@@ -278,7 +278,7 @@ def _reduce_and_read(
         empty=empty,
         gradients=reduced.gradients,
         others={
-            name: float(read[name]) / max(weight, 1)
+            name: float(read[name]) / (weight or 1)  # weights of records may sum to less than 1
             for name, weight in zip(others, weights, strict=True)
             if weight or name not in REWARDS
         },
