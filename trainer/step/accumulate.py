@@ -70,7 +70,7 @@ class StepGradients:
     """Loss, tokens and gradients of one step.
 
     Attributes:
-        loss: Sum of token losses / loss tokens, in nats; or of weighted losses / weights, or of losses of pairs / pairs
+        loss: Mean loss of the loss tokens in nats, with the weights that they have; or mean loss of the pairs.
         tokens: Loss tokens of the global batch.
         empty: Micro-batches of all ranks without a loss token.
         gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None if the global
