@@ -47,7 +47,7 @@ QUICK = {
 HELPED = ("train", "plan", "export", "launch", "status", "doctor", "schema")
 MISTAKES: list[tuple[list[str], list[str]]] = [
     (["plam"], ["plam", "no such command", "use plan"]),
-    (["fit"], ["no such command", "use one of train, chat, plan, ", ", status, stop, verify, "]),
+    (["fit"], ["no such command", "use one of train, chat, eval, plan, ", ", status, stop, verify, "]),
     (["--btach_size", "3"], ["--btach_size", "unknown flag", "--batch_size"]),
     (["plan", "--epoch", "3"], ["--epoch", "unknown flag", "--epochs"]),
     (["doctor", "--jsn"], ["--jsn", "--json"]),

@@ -38,7 +38,7 @@ def test_the_first_word_is_a_command():
         ("--run_mode ", ["train", "finetune", "eval", "predict", "chat"]),
         ("plan --run_mode p", ["predict"]),
         ("plan --run_mode=p", ["--run_mode=predict"]),
-        ("--optimizer.type ", ["AdamW", "SGD", "Muon"]),
+        ("--optimizer.type ", ["AdamW", "PmaAdamW", "SGD", "Muon"]),
         ("--use_clip_grad ", ["True", "False"]),
         ("--callbacks.0.type Early", ["EarlyStop"]),
         ("convert a.yaml --to ", ["1.x", "2.0"]),
@@ -64,7 +64,7 @@ def test_flags_are_those_of_the_command_and_all_keys():
     assert len(found) == len(set(found)) and "--merge" not in found and "--merge" in words_after("export --")
     assert "--nproc" in words_after("launch --n")
     assert "--runner_config.epochs" in words_after("launch --runner_config.e")
-    assert "--optimizer.betas" in words_after("--optimizer.") and words_after("--model.model_config.num_la") == [
+    assert "--optimizer.betas" in words_after("--optimizer.") and words_after("--model.model_config.num_lay") == [
         "--model.model_config.num_layers"]
 
 
