@@ -101,6 +101,9 @@ RUN_LOSSES_BFLOAT16 = U_BFLOAT16 / 2
 RUN_NORMS_BFLOAT16 = 2 * U_BFLOAT16
 """Four times that of the loss, as GRADIENTS_BFLOAT16 explains."""
 
+LOSS_IN_NF4 = 0.1
+"""Of a loss after a training on a base in NF4, from that with the base in float32: codes move a matrix by some 10 %."""
+
 # ---- gradients by finite differences of float32 losses: relative and absolute ----------------------------------------
 #      With a step of 3e-3, the two values of a loss near 1 differ by rounding of some u, 1e-4 when divided by the step.
 SLOPE = 0.01, 1e-4
@@ -110,6 +113,8 @@ ROUTER_SLOPE = 0.02, 2e-3
 # ---- float64 and printed numbers -------------------------------------------------------------------------------------
 FLOAT64 = 1e-15
 """Some four operations, of 2^-53 each."""
+FLOAT64_SUMS = 1e-12
+"""4 sqrt(n) 2^-53 with n = 5 million: sums of up to so many terms that do not cancel."""
 SCHEDULE = 1e-12
 """Powers, cosines and their differences in float64, beside SCHEDULE_NEAR_ZERO."""
 SCHEDULE_NEAR_ZERO = 1e-18
@@ -152,6 +157,8 @@ RECORD_BYTES = 0.02
 """Separators between records, which belong to none."""
 EPOCH_PASSES = 0.03
 """The tokens at the end of a document that fill no sequence."""
+BUBBLE = 0.03
+"""The closed form of a pipeline's time is a bound from above where stages differ."""
 SECONDS_LEFT = 0.01
 """What moments of different weights add to a mean."""
 

@@ -19,7 +19,7 @@ from tiny_trainer import (
     shared_trainer,
     state_of,
 )
-from tolerances import decoder_limits
+from tolerances import FEW_OPERATIONS, decoder_limits
 
 from trainer.arrays.dropout import DropoutSite, draw_noise
 from trainer.data import Batch
@@ -142,7 +142,7 @@ def test_noise_on_embeddings_is_what_other_embeddings_would_be() -> None:
     limits = 5 / np.sqrt(np.repeat([7, 5], [7, 5]) * width)
     exact = uniform * limits[:, None]
     drawn = draw_noise(key, DropoutSite(NOISE_SITE, 0.0, width), limits.astype(np.float32))
-    np.testing.assert_allclose(drawn, exact, rtol=1e-6)
+    np.testing.assert_allclose(drawn, exact, rtol=FEW_OPERATIONS)
     assert -limits.max() <= drawn.min() < -0.9 * limits.max() and 0.9 * limits.max() < drawn.max() <= limits.max()
     other = plain.step()
     embedding = plain.initial["model.embed_tokens.weight"].copy()

@@ -31,9 +31,9 @@ from trainer.checkpoint.weights import (
     open_initial_weights,
     read_checkpoint_weights,
 )
-from trainer.config.checks.adapters import SECTION
 from trainer.errors import UserError
 from trainer.models.spec.adapters import (
+    SECTION,
     adapted_matrices,
     adapter_factors,
     changes_base,

@@ -35,10 +35,9 @@ from trainer.checkpoint.store import (
 from trainer.checkpoint.tensor_names import DiskSlice, disk_slices
 from trainer.checkpoint.weights import ShardSpecs, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, run_stages
-from trainer.config.checks.adapters import SECTION
 from trainer.config.schema.fields import Section, support_of
 from trainer.errors import UserError
-from trainer.models.spec.adapters import saved_settings
+from trainer.models.spec.adapters import SECTION, saved_settings
 from trainer.models.spec.shapes import adapter_shapes, all_shapes, base_dtypes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import EMA, parameter_groups, state_names

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from trainer.config.checks.adapters import SECTION
 from trainer.config.recompute import recompute_text
 from trainer.config.schema.fields import support_of
 from trainer.config.stages import stage_layers
-from trainer.models.spec.adapters import adapter_spec
+from trainer.models.spec.adapters import SECTION, adapter_spec
 from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.schedules import build_schedule

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config.checks.adapters import SECTION, cell_problems, vocabulary_device_problems
+from trainer.config.checks.adapters import cell_problems, vocabulary_device_problems
 from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import fit_problems, micro_batches_per_step, parallel_degrees, zero_level
@@ -18,7 +18,7 @@ from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.errors import UserError
-from trainer.models.spec.adapters import adapter_spec
+from trainer.models.spec.adapters import SECTION, adapter_spec
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import latent_spec
 from trainer.parallel.mesh import Degrees

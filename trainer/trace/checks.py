@@ -8,7 +8,7 @@ from trainer.config import Config
 from trainer.config.checks.parallel import runs_semi_auto, shards_optimizer, zero_level
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.recompute import RecomputeConfig
-from trainer.models.spec.adapters import adapter_spec, base_dtype
+from trainer.models.spec.adapters import SECTION, adapter_spec, base_dtype
 from trainer.parallel.world import World
 
 
@@ -35,14 +35,14 @@ def trace_problems(config: Config, world: World) -> Iterator[ConfigError]:
     rates = {f"model.model_config.{name}": getattr(config.decoder, name) for name in _DROPOUT}
     adapter = adapter_spec(config.decoder)
     if adapter is not None:
-        rates["model.model_config.pet_config.lora_dropout"] = adapter.dropout
+        rates[f"{SECTION}.lora_dropout"] = adapter.dropout
     for key, rate in rates.items():
         if rate:
             rule = "ranks draw other masks than one rank does, so that nothing would be equal"
             yield problem(config, key, rule, "write 0 for the trace")
     if base_dtype(config.decoder) is not None:
         rule = "a trace shows the weights that a checkpoint has, not those that memory holds in fewer bytes"
-        yield problem(config, "model.model_config.pet_config.base_dtype", rule, "leave it out for the trace")
+        yield problem(config, f"{SECTION}.base_dtype", rule, "leave it out for the trace")
     if config.decoder.neftune_noise_alpha is not None:
         rule = "ranks draw other noise than one rank does, so that nothing would be equal"
         yield problem(config, "model.model_config.neftune_noise_alpha", rule, "leave it out for the trace")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tolerances import FLOAT64_SUMS, SEVERAL_OPERATORS
 
 from trainer.parallel.sharding import Shard, ShardSpec, shard_range
 from trainer.storage.bfloat16 import as_bfloat16
@@ -44,8 +45,8 @@ def test_shards_add_up_to_the_tensor(columns: bool) -> None:
             parts.append(summarize(array[part], Place((ROWS, COLUMNS), ((part.start, part.stop),), (0, COLUMNS))))
     joined, alone = join_summaries(parts), summarize(array, PLACE)
     # The same numbers, summed in float64 in another order.
-    np.testing.assert_allclose(joined.sketch, alone.sketch, atol=1e-12 * alone.norm)
-    assert joined.norm == pytest.approx(alone.norm, rel=1e-12)
+    np.testing.assert_allclose(joined.sketch, alone.sketch, atol=FLOAT64_SUMS * alone.norm)
+    assert joined.norm == pytest.approx(alone.norm, rel=FLOAT64_SUMS)
     assert (joined.largest, joined.smallest, joined.size) == (alone.largest, alone.smallest, alone.size)
 
 
@@ -60,7 +61,8 @@ def test_the_cells_of_a_shard_show_its_deviation_alone(ranks: int) -> None:
         place = Place((ROWS, COLUMNS), ((0, ROWS),), (part.start, part.stop))
         measured = deviation(whole, summarize(other[:, part], place), place.covered_cells())
         if rank == ranks - 1:
-            assert measured == pytest.approx(1 / 3, rel=2 * OFF_BY * ranks**0.5)
+            off_by = 2 * OFF_BY * ranks**0.5
+            assert measured == pytest.approx(1 / 3, rel=off_by)
         else:
             assert measured == 0
 
@@ -74,7 +76,7 @@ def test_a_file_is_summarized_in_chunks(tmp_path: Path, monkeypatch: pytest.Monk
     in_chunks = summarize(read, PLACE)
     assert in_chunks.checksum == at_once.checksum
     assert deviation(at_once, in_chunks) == 0
-    np.testing.assert_allclose(in_chunks.sketch, at_once.sketch, atol=1e-12 * at_once.norm)
+    np.testing.assert_allclose(in_chunks.sketch, at_once.sketch, atol=FLOAT64_SUMS * at_once.norm)
 
 
 def test_bfloat16_and_numbers_that_are_not_finite() -> None:
@@ -90,7 +92,7 @@ def test_without_sketches_the_statistics_are_compared() -> None:
     right = summarize(draw(7), PLACE)
     larger = summarize(1.1 * draw(7), PLACE)
     bare = sketch.Summary(larger.size, larger.largest, larger.smallest, larger.mean, larger.norm)
-    assert deviation(right, bare) == pytest.approx(0.1 / 1.1, rel=1e-5)
+    assert deviation(right, bare) == pytest.approx(0.1 / 1.1, rel=SEVERAL_OPERATORS)
 
 
 def test_places_of_shards_and_rows() -> None:

@@ -16,6 +16,7 @@ from trainer.config.schema.adapter import ModuleNames, PetConfig, ends_with
 from trainer.config.schema.root import Config
 from trainer.input_files import missing_path_reason
 from trainer.models.spec.adapters import (
+    SECTION,
     TARGETS_KEY,
     adaptable_matrices,
     adapted_matrices,
@@ -39,7 +40,6 @@ from trainer.models.spec.sublayers import latent_spec
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
 
-SECTION = "model.model_config.pet_config"
 """The section of the file that describes the adapters."""
 _EXCLUDED = f"{SECTION}.exclude_layers"
 _LARGEST_LAYER = 256

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
     from trainer.storage.base_dtypes import BaseDtype
 
-TARGETS_KEY = "model.model_config.pet_config.target_modules"
+SECTION = "model.model_config.pet_config"
+TARGETS_KEY = f"{SECTION}.target_modules"
 
 _GRAPH_NAMES = {
     "self_attn.q_proj": "attention.wq",
