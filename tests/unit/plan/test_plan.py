@@ -333,7 +333,7 @@ def test_the_plan_counts_a_base_in_few_bytes() -> None:
         saved = layers * (32 - bits) / 8 + others * 2
         assert wide["weights"] - found["weights"] == pytest.approx(saved, rel=SMALL_ARRAYS)
         one_layer = 4 * layers / load(BASE).decoder.num_layers
-    assert found["decompressed layer"] == pytest.approx(one_layer, rel=SMALL_ARRAYS)
+        assert found["decompressed layer"] == pytest.approx(one_layer, rel=SMALL_ARRAYS)
         assert found["total"] == sum(size for part, size in found.items() if part != "total")
     assert "decompressed layer" not in parts("nf4", "model.model_config.compute_dtype=bfloat16")
     sampled = parts("nf4", "sample_prompt=hello")["text samples"]
