@@ -43,6 +43,7 @@ def check_merge(config: Config, output: Path) -> MergeDifference:
             "model": config.model.model_copy(update={"settings": settings}),
             "load_checkpoint": str(output),
             "adapter_id": None,
+            "use_ema": False,  # the merged weights are those that the export was asked for
         }
     )
     tokens = min(_TOKENS, config.decoder.seq_length)
@@ -59,6 +60,6 @@ def _logits(config: Config, batch: Batch) -> np.ndarray:
     from trainer.models.inputs import InputBuilder
     from trainer.run.session import open_session
 
-    session = open_session(config, load_initial_weights(config))
+    session = open_session(config, load_initial_weights(config, averages=config.use_ema))
     assert isinstance(session.build_inputs, InputBuilder), "only a decoder has adapters"
     return session.model.logits(session.build_inputs(batch)).asnumpy()

@@ -20,7 +20,7 @@ from trainer.config.checks.parallel import (
     resolve_for_job,
     zero_level,
 )
-from trainer.config.checks.preferences import preference_problems
+from trainer.config.checks.preferences import loss_problems
 from trainer.config.checks.problem import ConfigError, problem, raise_problems, rename_keys, value_of
 from trainer.config.checks.rules import rule_problems, run_problems
 from trainer.config.device_defaults import apply_device_defaults
@@ -179,7 +179,7 @@ def plan_file(
         if not elsewhere:
             return prepare_run(config, world).plan
         device = planned_device(config)
-        raise_problems(list(preference_problems(config, world, on_arrays(config, device, world))))
+        raise_problems(loss_problems(config, world, on_arrays(config, device, world)))
         memory_bytes = _memory(config, world)
         plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress(), opens_data and not missing)
         if opens_data:
@@ -541,6 +541,7 @@ def layout_rules(config: Config, world: World, device: str) -> list[tuple[str, s
     """Returns key and rule of every error about the ranks of a job on a kind of device."""
     backend = select_execution_mode(config, world)
     problems = [*parallel_problems(config, world), *backend.problems()]
+    problems += loss_problems(config, world, on_arrays(config, device, world))
     if not problems:
         try:
             backend.check_device(device)

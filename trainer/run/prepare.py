@@ -12,7 +12,7 @@ from trainer.config import preflight
 from trainer.config.checks.adapters import cell_problems, vocabulary_device_problems
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, runs_semi_auto
-from trainer.config.checks.preferences import preference_problems, term_problems
+from trainer.config.checks.preferences import loss_problems
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.checks.rules import average_keys
 from trainer.config.checks.unsupported import offload_problems
@@ -159,8 +159,7 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
     config = apply_device_defaults(config, device)
     backend = select_execution_mode(config, world)
     backend.check_device(device)
-    native = on_arrays(config, device, world)
-    of_loss = [*preference_problems(config, world, native), *term_problems(config, world, native)]
+    of_loss = loss_problems(config, world, on_arrays(config, device, world))
     preflight(config, world, [*backend.problems(), *of_loss])
     memory_bytes = memory_estimate(config, config.trains, device, world)
     local_world = SINGLE_PROCESS  # the plan of a job for other hosts has no ranks here

@@ -138,6 +138,10 @@ def _rounding(right: Trace, other: Trace) -> Rounding:
     facts = right.facts
     dtypes = [facts["compute_dtype"], other.facts.get("compute_dtype", facts["compute_dtype"])]
     rates = [trace.facts.get("learning_rates", []) for trace in (right, other)]
+    for step, (ours, theirs) in enumerate(zip(*rates, strict=False), 1):
+        if ours != theirs:
+            rule = f"has learning rate {theirs:g} in step {step}, and --output {ours:g}, so that weights must differ"
+            raise UserError(rule, where="flag --against", value=str(other.folder), fix="give both runs one lr_schedule")
     smallest = math.inf
     for key, pieces in right.pieces.items():
         summary = pieces[0].summary
@@ -323,9 +327,12 @@ def _assemble(pieces: Sequence[Piece]) -> np.ndarray | None:
 def open_array(piece: Piece) -> np.ndarray:
     """Opens the file of a piece, [r, c]; the numbers stay on disk."""
     assert piece.file is not None
-    array = np.lib.format.open_memmap(piece.file, "r")
     rows = sum(stop - start for start, stop in piece.place.rows)
-    return array.reshape(rows, -1)
+    try:
+        return np.lib.format.open_memmap(piece.file, "r").reshape(rows, -1)
+    except (OSError, ValueError) as error:
+        fix = "record the trace again"
+        raise UserError(f"cannot be read: {error}", where=str(piece.file), fix=fix) from None
 
 
 def _flip_share(right: Sequence[Piece], other: Sequence[Piece]) -> float:

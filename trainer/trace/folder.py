@@ -76,15 +76,34 @@ def read_trace(folder: Path, where: str) -> Trace:
         if path is None:
             trace.lost[rank] = "has written nothing"
             continue
-        trace.add(read_pieces(path, rank))
         try:
-            facts = json.loads((path / RANK_FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            trace.lost[rank] = "did not end: its last records may be missing"
-            continue
-        trace.coordinates[rank] = facts["coordinate"]
-        trace.micro_batches[rank] = facts["micro_batches"]
+            _add_rank(trace, rank, path)
+        except (ValueError, KeyError, TypeError, AttributeError):  # of JSON, or of its contents
+            raise _damaged(path, where) from None
     return trace
+
+
+def _add_rank(trace: Trace, rank: int, path: Path) -> None:
+    """Adds the records of a rank.
+
+    Raises:
+        ValueError: They are fewer than the rank has written.
+    """
+    pieces = list(read_pieces(path, rank))
+    trace.add(pieces)
+    try:
+        facts = json.loads((path / RANK_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        trace.lost[rank] = "did not end: its last records may be missing"
+        return
+    if facts["pieces"] != len(pieces) or any(piece.summary.sketch is None for piece in pieces):
+        raise ValueError("records are missing")
+    trace.coordinates[rank] = facts["coordinate"]
+    trace.micro_batches[rank] = facts["micro_batches"]
+
+
+def _damaged(path: Path, where: str) -> UserError:
+    return UserError("is damaged", where=where, value=str(path), fix="record the trace again")
 
 
 def unite(pieces: Sequence[Piece]) -> Union:

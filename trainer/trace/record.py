@@ -79,6 +79,7 @@ class TraceWriter:
         self.rank = rank
         self.pattern = pattern
         self.full = 0
+        self.count = 0
         make_folder(self.folder / "full", "flag --output")
         (self.folder / RANK_FILE).unlink(missing_ok=True)
         self._pieces = open(self.folder / PIECES, "w", encoding="utf-8")
@@ -106,6 +107,7 @@ class TraceWriter:
             self._pieces.write(json.dumps(line) + "\n")
             assert summary.sketch is not None
             self._sketches.write(summary.sketch.tobytes())
+            self.count += 1
         except OSError as error:
             raise write_failure(self.folder, error, key="--output") from error
 
@@ -124,7 +126,8 @@ class TraceWriter:
         """Ends the files; `facts` about the rank are written last, as the mark of completeness."""
         self._pieces.close()
         self._sketches.close()
-        write_text(self.folder / RANK_FILE, json.dumps({"rank": self.rank, **facts}, indent=1) + "\n")
+        written = {"rank": self.rank, "pieces": self.count, **facts}
+        write_text(self.folder / RANK_FILE, json.dumps(written, indent=1) + "\n")
 
 
 def _finite(number: float) -> float | None:

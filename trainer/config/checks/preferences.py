@@ -26,6 +26,15 @@ _WEIGHTS = f"{TRAIN}.data_loader.columns"
 _RECORDS = ("JsonlDataset", "HFDataLoader", "CommonDataLoader")
 
 
+def loss_problems(config: Config, world: World, on_arrays: bool) -> list[ConfigError]:
+    """Returns the errors about what a loss is made of.
+
+    Args:
+        on_arrays: Whether native CPU layers compute the model.
+    """
+    return [*preference_problems(config, world, on_arrays), *term_problems(config, world, on_arrays)]
+
+
 def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterator[ConfigError]:
     """Yields one error for all that the loss of preferences does not support, and those of the data.
 

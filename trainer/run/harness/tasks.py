@@ -36,7 +36,9 @@ def run_tasks(config: Config, plan: Plan) -> int:
         print(f"note: {note}", file=sys.stderr)
     tasks, manager = load_tasks(config)
     tokenizer = load_tokenizer(config)
-    weights = load_initial_weights(config, lambda note: print(f"note: {note}", file=sys.stderr))
+    weights = load_initial_weights(
+        config, lambda note: print(f"note: {note}", file=sys.stderr), averages=config.use_ema
+    )
     folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:
