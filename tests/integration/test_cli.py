@@ -55,6 +55,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--json", "--config", str(QUICKSTART)], ["--json"]),
     (["plan", "--config", str(QUICKSTART), "--options", "seed=3", "x.y=1"], ["x: unknown key"]),
     (["plan", "extra", "--config", str(QUICKSTART)], ["extra"]),
+    (["plan", "--config", str(QUICKSTART), "--rank", "8"], ["--rank", "of a dry run or an audit", "--ranks 8"]),
     (["plan"], ["--config", "needs its YAML file", "configs/quickstart.yaml"]),
     (["--config"], ["--config", "needs a value"]),
 ]

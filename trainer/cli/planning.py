@@ -73,6 +73,10 @@ def _plan(
     from trainer.parallel.world import planned_world
 
     world = planned_world(ranks, local_ranks)
+    if rank and dryrun is None and audit is None:
+        rule = "chooses the rank of a dry run or an audit"
+        fix = f"write --ranks {rank} for so many ranks"
+        raise UserError(rule, where="flag --rank", key="--rank", value=rank, fix=fix)
     if max_device_memory is not None:
         context.obj.overrides.append(override_of("context.max_device_memory", max_device_memory))
     if search:
