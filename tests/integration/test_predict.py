@@ -268,6 +268,7 @@ def test_sampled_predictions_repeat_with_the_seed(path: Path) -> None:
         ({"predict_data": "a\udcff", **TOKENIZER}, ["a prompt is not valid UTF-8"]),
         ({"predict_data": "empty.txt"}, ["has no prompt", "empty.txt"]),
         ({"predict_data": "empty.jsonl"}, ["has no prompt", '{"prompt": "..."}']),
+        ({"predict_data": "absent.jsonl"}, ["predict_data = 'absent.jsonl'", "does not exist"]),
         ({"predict_data": "texts.jsonl"}, ["texts.jsonl:2: ", "is a JSON object", "'just text'"]),
         ({"predict_data": "numbers.jsonl"}, ["numbers.jsonl:1: ", "with a text under prompt", "as a string"]),
         ({"predict_data": "binary.txt"}, ["cannot be read as UTF-8", "binary.txt"]),

@@ -79,13 +79,16 @@ def read_prompts(config: Config) -> list[Prompt]:
     conversation under `messages` instead. Any other file has a prompt on each line.
 
     Raises:
-        UserError: The file has no prompt, cannot be read, or has a line of another form.
+        UserError: The file is not there, has no prompt, cannot be read, or has a line of another form.
     """
     where = config.source.where("predict_data")
     if isinstance(config.predict_data, str):
         texts = [config.predict_data]
     else:
         texts = list(config.predict_data or ())
+    if len(texts) == 1 and texts[0].endswith(".jsonl") and not _is_file(texts[0]):
+        fix = "correct the path"
+        raise UserError("the file does not exist", where=where, key="predict_data", value=texts[0], fix=fix)
     if len(texts) != 1 or not _is_file(texts[0]):
         return [_prompt(config, text, where) for text in texts]
     path = texts[0]
