@@ -146,6 +146,12 @@ def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole:
     assert figures(other) == figures(whole)[HALF : HALF + 1]
 
 
+def predicted(file: Path, folder: Path, **more: object) -> str:
+    """Returns the continuation of a prompt."""
+    train(file, output_dir=folder, run_mode="predict", predict_data="the cat", **more)
+    return json.loads((folder / "predictions.jsonl").read_text())["text"]
+
+
 TARGETS = CHANGES["model.model_config.pet_config"]["target_modules"]
 VARIANTS = {
     "dora": {"use_dora": True},
@@ -179,10 +185,6 @@ def test_a_variant_starts_from_the_base_model_resumes_and_is_merged(
     found = re.search(r"by at most (\S+), of (\S+) ", output)
     assert float(found[1]) < limit * float(found[2])
 
-    def predicted(file: Path, folder: Path, **more: object) -> str:
-        train(file, output_dir=folder, run_mode="predict", predict_data="the cat", **more)
-        return json.loads((folder / "predictions.jsonl").read_text())["text"]
-
     with_adapters = predicted(path, home / f"{name}_predict", adapter_id=trained, **changed)
     assert with_adapters == predicted(dense(path, home / "plain"), home / f"{name}_dense", load_checkpoint=merged)
 
@@ -214,12 +216,8 @@ def test_a_base_in_few_bytes_resumes_is_evaluated_predicts_and_is_merged(home: P
     loss_merged = loss_of(plain, home / "nf4_merged", load_checkpoint=merged, context__mode=0)
     assert loss_merged == pytest.approx(loss, rel=limit)
 
-    def predicted(file: Path, name: str, **more: object) -> str:
-        train(file, output_dir=home / name, run_mode="predict", predict_data="the cat", **more)
-        return json.loads((home / name / "predictions.jsonl").read_text())["text"]
-
-    with_adapters = predicted(path, "nf4_predict", adapter_id=trained, **changed)
-    assert with_adapters == predicted(plain, "nf4_dense", load_checkpoint=merged)
+    with_adapters = predicted(path, home / "nf4_predict", adapter_id=trained, **changed)
+    assert with_adapters == predicted(plain, home / "nf4_dense", load_checkpoint=merged)
 
 
 @pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora"])

@@ -8,17 +8,19 @@ from typing import NamedTuple
 import mindspore
 import numpy as np
 import pytest
-from golden_files import ModelCase
+from golden_files import AdapterCase, ModelCase
 from mindspore import Tensor
 from numpy_kernels import distance
 from tolerances import decoder_limits
 
+from trainer.checkpoint.adapters import PREFIX
 from trainer.checkpoint.weights import fitting_weights
 from trainer.config.schema.model import ModelConfig
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder, ModelInputs, RouterStatistics
+from trainer.models.spec.shapes import adapter_shapes
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
 from trainer.storage.quantized import FrozenMatrix
@@ -51,6 +53,23 @@ class GoldenDecoder(NamedTuple):
         right = fitting_weights(case.gradients, model.settings, Path(case.name))
         for name, value in zip(names, gradients, strict=True):
             assert distance(value.asnumpy() / case.valid_tokens, right[name]) < limits.gradients, name
+
+    def check_adapters(self, case: AdapterCase) -> None:
+        """Checks that logits, loss and the gradients of all adapters are those of PEFT."""
+        model = self.model
+        inputs = self.inputs
+        limits = decoder_limits(model.settings, rows=len(case.logits))
+        logits = model.logits(inputs).asnumpy().reshape(case.logits.shape)
+        assert distance(logits, case.logits) < limits.loss
+        names = list(adapter_shapes(model.settings))
+        trained = [model.parameters_by_name[each] for each in names]
+        run = mindspore.value_and_grad(lambda: model(inputs, None, RouterStatistics()).total, None, trained)
+        loss_sum, gradients = run()
+        assert distance(loss_sum.asnumpy(), np.float32(case.loss_sum)) < limits.loss
+        assert {PREFIX + each for each in names} == case.gradients.keys()
+        for each, gradient in zip(names, gradients, strict=True):
+            right = case.gradients[PREFIX + each]
+            assert distance(gradient.asnumpy() / case.valid_tokens, right) < limits.gradients, each
 
     def check_generation(self, prompt_tokens: int, new_tokens: int) -> None:
         """Checks that each generated token is the likeliest one of the full sequence, computed without a cache."""

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mindspore
 import numpy as np
 import pytest
 from golden_decoder import MODES, GoldenDecoder, golden_decoder
@@ -14,7 +13,7 @@ from golden_files import AdapterCase, load_adapter_case, load_model_case, model_
 from mindspore import Tensor
 from numpy_kernels import distance
 from tiny_trainer import config_of
-from tolerances import SEVERAL_OPERATORS, decoder_limits, rounding_limit
+from tolerances import SEVERAL_OPERATORS, rounding_limit
 
 from trainer.checkpoint.adapter_values import (
     adapted_matrices,
@@ -33,7 +32,6 @@ from trainer.checkpoint.adapters import (
 )
 from trainer.config.schema.model import ModelConfig
 from trainer.errors import UserError
-from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.adapters import saved_settings
 from trainer.models.spec.names import adapter_names
 from trainer.models.spec.shapes import adapter_shapes
@@ -79,18 +77,7 @@ def decoder_with(case: AdapterCase, mine: Adapted, mode: int) -> GoldenDecoder:
 def test_logits_and_gradients_are_those_of_peft(name: str, mode: int, tmp_path: Path) -> None:
     case = load_adapter_case(name)
     mine = adapted(case, tmp_path)
-    golden = decoder_with(case, mine, mode)
-    limits = decoder_limits(mine.settings, rows=len(case.logits))
-    logits = golden.model.logits(golden.inputs).asnumpy().reshape(case.logits.shape)
-    assert distance(logits, case.logits) < limits.loss
-    names = list(adapter_shapes(mine.settings))
-    trained = [golden.model.parameters_by_name[each] for each in names]
-    run = mindspore.value_and_grad(lambda: golden.model(golden.inputs, None, RouterStatistics()).total, None, trained)
-    loss_sum, gradients = run()
-    assert distance(loss_sum.asnumpy(), np.float32(case.loss_sum)) < limits.loss
-    assert {PREFIX + each for each in names} == case.gradients.keys()
-    for each, gradient in zip(names, gradients, strict=True):
-        assert distance(gradient.asnumpy() / case.valid_tokens, case.gradients[PREFIX + each]) < limits.gradients, each
+    decoder_with(case, mine, mode).check_adapters(case)
 
 
 @CASES

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import mindspore
 import numpy as np
 import pytest
 from golden_decoder import golden_decoder
@@ -15,9 +14,8 @@ from numpy_kernels import distance
 from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch
 from tolerances import decoder_limits, rounding_limit
 
-from trainer.checkpoint.adapters import CONFIG_FILE, PREFIX, fitting_adapters, merge_adapters
+from trainer.checkpoint.adapters import CONFIG_FILE, fitting_adapters, merge_adapters
 from trainer.checkpoint.state import load_weights
-from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.shapes import adapter_shapes, base_dtypes, parameter_shapes
 from trainer.storage.quantized import FrozenMatrix, QuantizedArray
 
@@ -104,16 +102,7 @@ def test_logits_and_gradients_are_those_of_peft_on_bitsandbytes(tmp_path: Path) 
     base = {name: np.asarray(weights[name]) for name in parameter_shapes(config.decoder)}
     golden = golden_decoder(model._replace(weights=base), config.decoder, 0)
     load_weights(golden.model, weights)
-    limits = decoder_limits(config.decoder, rows=len(case.logits))
-    logits = golden.model.logits(golden.inputs).asnumpy().reshape(case.logits.shape)
-    assert distance(logits, case.logits) < limits.loss
-    names = list(adapter_shapes(config.decoder))
-    trained = [golden.model.parameters_by_name[each] for each in names]
-    run = mindspore.value_and_grad(lambda: golden.model(golden.inputs, None, RouterStatistics()).total, None, trained)
-    loss_sum, gradients = run()
-    assert distance(loss_sum.asnumpy(), np.float32(case.loss_sum)) < limits.loss
-    for each, gradient in zip(names, gradients, strict=True):
-        assert distance(gradient.asnumpy() / case.valid_tokens, case.gradients[PREFIX + each]) < limits.gradients, each
+    golden.check_adapters(case)
 
 
 def test_a_merge_adds_to_the_decompressed_matrices() -> None:

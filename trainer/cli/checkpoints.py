@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainer.cli.loading import ConfigFile, Options, load_file
-from trainer.device.stop_signals import receive_signals_in_a_thread
+from trainer.cli.loading import ConfigFile, Options, load_file, run_config
 
 if TYPE_CHECKING:
     from trainer.cli.flags import Arguments
@@ -31,10 +30,7 @@ def _chat(context: typer.Context, checkpoint: _Checkpoint, config: ConfigFile = 
 
     arguments: Arguments = context.obj
     loaded = checkpoint_config(checkpoint, arguments.config, arguments.overrides, "chat")
-    receive_signals_in_a_thread()
-    from trainer.run.loop import run
-
-    return run(loaded)
+    return run_config(loaded)
 
 
 @checkpoints.command("eval")
@@ -57,7 +53,4 @@ def _eval(
         loaded = load_file(arguments)
     else:
         loaded = checkpoint_config(checkpoint, arguments.config, arguments.overrides, "eval")
-    receive_signals_in_a_thread()
-    from trainer.run.loop import run
-
-    return run(loaded)
+    return run_config(loaded)

@@ -1,4 +1,4 @@
-"""Loads modules without garbage collections, and the file that a command names."""
+"""Loads modules without garbage collections, and loads and runs the file that a command names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,3 +45,11 @@ def load_file(arguments: Arguments, problems: list[ConfigError] | None = None) -
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
     with gc_disabled():
         return load_config(arguments.config, arguments.overrides, problems)
+
+
+def run_config(config: Config) -> int:
+    """Runs a configuration; returns the exit code."""
+    receive_signals_in_a_thread()  # before numpy and MindSpore start threads
+    from trainer.run.loop import run
+
+    return run(config)

@@ -21,7 +21,7 @@ import typer
 
 from trainer.cli.checkpoints import checkpoints
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, Flag, split_arguments
-from trainer.cli.loading import ConfigFile, Options, gc_disabled, load_file
+from trainer.cli.loading import ConfigFile, Options, gc_disabled, load_file, run_config
 from trainer.cli.planning import planning
 from trainer.cli.reports import reports
 from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending
@@ -268,11 +268,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("train", help=_HELP)
 def _train(context: typer.Context, config: ConfigFile = None, options: Options = None) -> int:
-    loaded = load_file(context.obj)
-    receive_signals_in_a_thread()  # before numpy and MindSpore start threads
-    from trainer.run.loop import run
-
-    return run(loaded)
+    return run_config(load_file(context.obj))
 
 
 app.registered_commands += [*checkpoints.registered_commands, *planning.registered_commands]

@@ -17,7 +17,7 @@ from trainer.input_files import user_path
 
 if TYPE_CHECKING:
     from trainer.cli.flags import Arguments
-    from trainer.config import Config, Override
+    from trainer.config import Config
     from trainer.config.checks.problem import ConfigError
     from trainer.parallel.world import World
 
@@ -78,7 +78,10 @@ def _plan(
         fix = f"write --ranks {rank} for so many ranks"
         raise UserError(rule, where="flag --rank", key="--rank", value=rank, fix=fix)
     if max_device_memory is not None:
-        context.obj.overrides.append(override_of("context.max_device_memory", max_device_memory))
+        from trainer.config import Override
+
+        flag = "flag --max_device_memory"
+        context.obj.overrides.append(Override("context.max_device_memory", max_device_memory, flag))
     if search:
         from trainer.cli.searching import search_layouts
 
@@ -91,6 +94,11 @@ def _plan(
         return _dry_run(context.obj, dryrun, json_, world, rank)
     if audit is not None:
         return _audit(load_file(context.obj), audit, json_, world, rank)
+    return _print_plan(context.obj, world, json_, verbose, schedule)
+
+
+def _print_plan(arguments: Arguments, world: World, json_: bool, verbose: bool, schedule: Path | None) -> int:
+    """Plans the file, and prints the plan or its pipeline's schedule; returns an exit code."""
     with gc_disabled():
         from trainer.config.checks.problem import ConfigErrors
         from trainer.plan.render import plan_dict, plan_sections
@@ -98,7 +106,7 @@ def _plan(
         from trainer.tables import print_sections
 
         problems: list[ConfigError] = []
-        loaded = load_file(context.obj, problems)
+        loaded = load_file(arguments, problems)
         try:
             job, notes = fewest_ranks(loaded, world)
             plan = plan_file(loaded, job, problems)
@@ -116,13 +124,6 @@ def _plan(
     else:
         print_sections(plan_sections(plan, verbose))
     return EXIT_OK
-
-
-def override_of(key: str, text: str) -> Override:
-    """Returns the override of a key by a flag of the same last name."""
-    from trainer.config import Override
-
-    return Override(key, text, f"flag --{key.rpartition('.')[2]}")
 
 
 def _audit(config: Config, device: str, json_: bool, world: World, rank: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from trainer.cli.loading import gc_disabled
+from trainer.cli.loading import ConfigFile, Options, load_file
 from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
 from trainer.input_files import user_path
@@ -173,8 +173,8 @@ def _merge(
 def _trace(
     context: typer.Context,
     output: Annotated[Path, typer.Option("--output", help="The folder of the trace.", metavar="DIR")],
-    config: Annotated[str | None, typer.Option("--config", help="The YAML file.", metavar="FILE")] = None,
-    options: Annotated[str | None, typer.Option("--options", help="Other keys: a.b=c.", metavar="KEY=VALUE")] = None,
+    config: ConfigFile = None,
+    options: Options = None,
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to record.", metavar="INT")] = 1,
     full: Annotated[
         str, typer.Option("--full", help="Also write tensors of these names, with * and ?.", metavar="PATTERN")
@@ -198,12 +198,10 @@ def _trace(
         raise UserError("must be at least 1", where="flag --steps", key="--steps", value=steps, fix="write --steps 1")
     is_first_rank = True
     if arguments is not None and arguments.config is not None:
-        from trainer.config import load_config
         from trainer.trace.run import record_trace
 
         receive_signals_in_a_thread()
-        with gc_disabled():
-            loaded = load_config(arguments.config, arguments.overrides)
+        loaded = load_file(arguments)
         is_first_rank = record_trace(loaded, steps, folder, full, report_progress).rank == 0
     elif against is None:
         fix = "write --config FILE to record a trace, or --against DIR to compare two"

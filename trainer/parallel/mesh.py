@@ -259,8 +259,7 @@ def degree_mismatch(
         return DegreeMismatch(key, rule, change, degrees.ranks)
     product = degrees.data_parallel * degrees.context_parallel * degrees.model_parallel
     if product % degrees.expert_parallel:
-        divisors = _divisors(product)
-        near = sorted(divisors, key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
+        near = sorted(divisors(product), key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
         tensor = ""
         if degrees.model_parallel > 1:
             tensor = " x model_parallel"
@@ -298,14 +297,15 @@ def nearest_degrees(degrees: Degrees, ranks: int, may_change: Collection[str] = 
 
     choices = (
         Degrees(pipeline, data, context, ranks // pipeline // data // context, degrees.expert_parallel)
-        for pipeline in _divisors(ranks)
-        for data in _divisors(ranks // pipeline)
-        for context in _divisors(ranks // pipeline // data)
+        for pipeline in divisors(ranks)
+        for data in divisors(ranks // pipeline)
+        for context in divisors(ranks // pipeline // data)
     )
     allowed = (choice for choice in choices if all(getattr(choice, name) == size for name, size in fixed.items()))
     return sorted(allowed, key=distance)[:_CHOICES]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, ascending."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return small + [number // each for each in reversed(small) if each * each != number]

@@ -149,11 +149,7 @@ def plan_file(
         not_implemented = [each for each in backend_problems if each.error.rule not in degree_rules]
         missing_paths = [each for each in problems if each.is_absent]
     model = config.source.name(_MODEL)
-    is_no_section = any(each.error.key == "model" for each in known_errors)
-    if is_no_section or any(each.error.key.startswith("model.") for each in known_errors):
-        # They may be why sizes are missing.
-        problems = [each for each in problems if each.error.key != model or (each.is_absent and not is_no_section)]
-    problems += backend_problems
+    problems = [*_without_explained_sizes(problems, known_errors, model), *backend_problems]
     if not_implemented:  # then the backend has not checked the degrees
         problems += degree_problems
 
@@ -203,6 +199,18 @@ def plan_file(
         return _without_sizes(config, plan, notes)
     added = [Note(config.source.name_keys(note), note.kind) for note in (*notes, *memory_notes)]
     return replace(plan, notes=(*plan.notes, *added))
+
+
+def _without_explained_sizes(
+    problems: list[ConfigError], known_errors: Sequence[ConfigError], model: str
+) -> list[ConfigError]:
+    """Leaves out that sizes of the model are missing, if a known error may be why; `model` names their section."""
+    keys = [each.error.key for each in known_errors]
+    if "model" in keys:  # it is no section
+        return [each for each in problems if each.error.key != model]
+    if any(key.startswith("model.") for key in keys):
+        return [each for each in problems if each.error.key != model or each.is_absent]
+    return problems
 
 
 def _check_data(config: Config, section: str, is_missing: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data.batches.batch import IGNORE_INDEX, Batch
+from trainer.data.batches.batch import document_batch
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -23,20 +23,7 @@ def score_documents(
     """
     for start in range(0, len(documents), batch_size):
         rows = documents[start : start + batch_size]
-        inputs = build_inputs(_batch_of(rows))
         length = max(map(len, rows))
+        inputs = build_inputs(document_batch(rows, len(rows), length))
         last_A = np.array([row * length + len(tokens) - 1 for row, tokens in enumerate(rows)])
         yield model.scores(inputs, last_A)
-
-
-def _batch_of(documents: Sequence[np.ndarray]) -> Batch:
-    """Makes a row of each document, with padding up to the longest one."""
-    length = max(map(len, documents))
-    shape = len(documents), length
-    ids_BT = np.zeros(shape, np.int32)
-    segments_BT = np.ones(shape, np.int32)
-    for row, tokens in enumerate(documents):
-        ids_BT[row, : len(tokens)] = tokens
-        segments_BT[row, : len(tokens)] = 0
-    positions_BT = np.ascontiguousarray(np.broadcast_to(np.arange(length, dtype=np.int32), shape))
-    return Batch(ids_BT, np.full(shape, IGNORE_INDEX, np.int32), positions_BT, segments_BT)

@@ -5,6 +5,7 @@ Shape legend: B sequences of a micro-batch, T tokens of a sequence (``model_conf
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -82,6 +83,20 @@ def padding_batch(size: int, seq_length: int) -> Batch:
     zeros_BT = np.zeros((size, seq_length), np.int32)
     positions_BT = np.broadcast_to(np.arange(seq_length, dtype=np.int32), zeros_BT.shape)
     return Batch(zeros_BT, np.full_like(zeros_BT, IGNORE_INDEX), np.ascontiguousarray(positions_BT), zeros_BT.copy())
+
+
+def document_batch(documents: Sequence[Sequence[int] | np.ndarray], rows: int, length: int) -> Batch:
+    """Makes `rows` sequences without loss, the first ones of a document each; padding is another document.
+
+    Args:
+        documents: The tokens of each, at most `length`.
+    """
+    batch = padding_batch(rows, length)
+    batch.segment_ids[...] = 1
+    for row, tokens in enumerate(documents):
+        batch.input_ids[row, : len(tokens)] = tokens
+        batch.segment_ids[row, : len(tokens)] = 0
+    return batch
 
 
 def add_values(batch: Batch, kind: type[Batches], values_BT: np.ndarray | None = None) -> Batches:

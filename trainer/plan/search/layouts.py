@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, zero_level
 from trainer.config.stages import chunk_sizes, offset_rows
-from trainer.parallel.mesh import Degrees
+from trainer.parallel.mesh import Degrees, divisors
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -203,12 +203,6 @@ def file_layout(config: Config, job: World) -> Layout:
         degrees, config.parallel_config.use_seq_parallel, config.decoder.pp_interleave_num, rows, level,
         UNCHANGED, config.runner_config.batch_size, micro_batches_per_step(config, degrees),
     )  # fmt: skip
-
-
-def divisors(number: int) -> list[int]:
-    """Returns the divisors of a number, ascending."""
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})
 
 
 class Skeleton(NamedTuple):

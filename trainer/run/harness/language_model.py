@@ -21,7 +21,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from mindspore import Tensor
 from tqdm import tqdm
 
-from trainer.data import IGNORE_INDEX, Batch, load_chat_template
+from trainer.data import Batch, load_chat_template
+from trainer.data.batches.batch import document_batch
 from trainer.errors import UserError
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
@@ -211,13 +212,7 @@ class TrainerLM(TemplateLM):
         if self.session.device != "CPU":
             rows = self.batch_size
             width = min(1 << (width - 1).bit_length(), self.max_length)
-        ids_BT = np.zeros((rows, width), np.int32)
-        segments_BT = np.ones((rows, width), np.int32)  # padding is another document
-        for row, ids in enumerate(inputs):
-            ids_BT[row, : len(ids)] = ids
-            segments_BT[row, : len(ids)] = 0
-        positions_BT = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
-        return Batch(ids_BT, np.full_like(ids_BT, IGNORE_INDEX), positions_BT, segments_BT)
+        return document_batch(inputs, rows, width)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the continuation of each context, up to a stop string, the end of the text or `max_gen_toks`."""
