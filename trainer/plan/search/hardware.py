@@ -78,7 +78,7 @@ def device_rates(config: Config, world: World, device: str) -> Rates:
         per_node = int(defaults["ranks_per_node"]) or world.size
         if world.local_size < world.size:
             per_node = world.local_size
-    share = 1.0  # of the host's cores
+    share = 1.0  # of the host's cores; ranks on a CPU also need one to send and receive
     if device == "CPU":
         share = (os.cpu_count() or 1) / per_node
     peak = rate("peak_tflops") * _TERA * share
@@ -89,8 +89,8 @@ def device_rates(config: Config, world: World, device: str) -> Rates:
         memory=rate("memory_gbps") * _GIGA * share,
         layer_overhead=rate("layer_overhead") * _MICRO / share,
         ranks_per_node=per_node,
-        node=rate("node_gbps") * _GIGA,
-        node_latency=rate("node_latency") * _MICRO,
+        node=rate("node_gbps") * _GIGA * min(1.0, share),
+        node_latency=rate("node_latency") * _MICRO / min(1.0, share),
         network=rate("network_gbps") * _GIGA,
         network_latency=rate("network_latency") * _MICRO,
     )

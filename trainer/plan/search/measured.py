@@ -95,13 +95,7 @@ def corrected_rates(search: LayoutSearch, measurements: Sequence[Measurement]) -
     """
     seconds = [each.seconds for each in measurements]
     estimates = [estimate_run(each, search.device, Factors()) for each in measurements]
-    parts = []
-    for estimate in estimates:
-        sums = [0.0] * len(Factors._fields)
-        for name, value in estimate.classes.items():
-            sums[_GROUPS[name]] += value
-        parts.append(sums)
-    factors = Factors(*_nearest_factors(parts, seconds))
+    factors = _factors(estimates, seconds)
     corrected = [estimate_run(each, search.device, factors) for each in measurements]
     return Corrections(
         rates=factors.correct(search.rates),
@@ -111,6 +105,26 @@ def corrected_rates(search: LayoutSearch, measurements: Sequence[Measurement]) -
         correlation=rank_correlation([each.seconds for each in estimates], seconds),
         runs=len(measurements),
     )
+
+
+def nearest_factors(measurements: Sequence[Measurement], device: str) -> Factors:
+    """Returns the factors with which the estimates of these runs are nearest to their times.
+
+    Raises:
+        UserError: A configuration cannot be read.
+    """
+    estimates = [estimate_run(each, device, Factors()) for each in measurements]
+    return _factors(estimates, [each.seconds for each in measurements])
+
+
+def _factors(estimates: Sequence[StepTime], seconds: Sequence[float]) -> Factors:
+    parts = []
+    for estimate in estimates:
+        sums = [0.0] * len(Factors._fields)
+        for name, value in estimate.classes.items():
+            sums[_GROUPS[name]] += value
+        parts.append(sums)
+    return Factors(*_nearest_factors(parts, seconds))
 
 
 def estimate_run(measurement: Measurement, device: str, factors: Factors) -> StepTime:
