@@ -11,11 +11,31 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
+from benchmark_groups import (
+    DENSE,
+    DROPOUT,
+    EXPERTS,
+    HALF,
+    LATENT,
+    LORA,
+    QWEN3,
+    WIDE,
+    Figures,
+    Group,
+    Programs,
+    before_line,
+    peaks,
+    programs,
+    ratio_line,
+    speeds,
+    steps_line,
+)
+from benchmark_peers import PEER_AVX2_LIMITS, PEER_GROUPS
 from benchmark_profile import needed_operations
 from benchmark_tools import (
     IMPORT_ALLOWANCE_BYTES,
@@ -26,142 +46,34 @@ from benchmark_tools import (
     RunFailed,
     conclude,
     cpu_seconds,
-    last_json,
     mib,
-    paired_ratio,
-    run_process,
-    run_torch,
-    run_trainer,
+    run_json,
     torch_report,
     torch_sizes,
     usable_cores,
 )
 from rich.console import Console
 
-from trainer.config import Override, load_config
+from trainer.config import load_config
 
-Figures: TypeAlias = "dict[str, Measurement | float]"
-"""Of one round of a group."""
-
-_DENSE, _EXPERTS = (str(ROOT / "configs" / f"bench_{name}.yaml") for name in ("dense", "moe"))
-_MODEL = "--model.model_config"
-_HALF = {"model.model_config.compute_dtype": "bfloat16"}
-_WIDE = {
-    "model.model_config.num_layers": "8", "model.model_config.hidden_size": "512",
-    "model.model_config.intermediate_size": "1376", "model.model_config.seq_length": "512",
-    "runner_config.batch_size": "4",
-}  # fmt: skip
 _VOCABULARY = {"model.model_config.vocab_size": "32768"}
-_LORA = {"model.model_config.pet_config": "{lora_rank: 8, lora_alpha: 16}"}
-_LATENT = {
-    "model.model_config.multi_latent_attention": "True", "model.model_config.q_lora_rank": "96",
-    "model.model_config.kv_lora_rank": "64", "model.model_config.qk_nope_head_dim": "32",
-    "model.model_config.qk_rope_head_dim": "16", "model.model_config.v_head_dim": "32",
-}  # fmt: skip
-_DROPOUT = {"model.model_config.hidden_dropout": "0.1", "model.model_config.attention_dropout": "0.1"}
-_QWEN3 = {
-    "model.arch.type": "Qwen3ForCausalLM", "model.model_config.num_layers": "28",
-    "model.model_config.hidden_size": "1024", "model.model_config.num_heads": "16",
-    "model.model_config.n_kv_heads": "8", "model.model_config.head_dim": "128",
-    "model.model_config.intermediate_size": "3072", "model.model_config.vocab_size": "151936",
-    "model.model_config.seq_length": "512", "model.model_config.tie_word_embeddings": "True",
-    "runner_config.batch_size": "1", "train_dataset.data_loader.num_samples": "16",
-}  # fmt: skip
-"""The sizes of Qwen3-0.6B."""
-_LORA_QWEN3 = _LORA | _QWEN3
 LORA_QWEN3_PEAK_OF_PEFT = 6.4e9
 """Peak memory of PEFT on PyTorch for the same training."""
 BASE_DTYPE_PEAKS = {"bfloat16": 3.0e9, "int8": 2.3e9, "nf4": 2.0e9}
 """Limits of the peak memory of that training with a base in few bytes and products in bfloat16, as QLoRA's."""
 VOCABULARY_PEAK_BEFORE = 2_268e6
 """Peak memory of the model with _VOCABULARY when its layers were compiled blocks, and all logits were there at once."""
+_LORA_QWEN3 = LORA | QWEN3
 _ROWS = 1, 8  # sequences that are generated together
-
-
-class Programs(NamedTuple):
-    """The programs that a group of benchmarks runs.
-
-    `train(flags, configuration)` runs the trainer, and `before(flags)` the one of an earlier checkout, or nothing.
-    `torch(keys, configuration, mode, flags)` runs PyTorch with the sizes of that configuration.
-    """
-
-    train: Callable[..., Measurement]
-    before: Callable[[Mapping[str, str]], Figures]
-    torch: Callable[..., Measurement]
-    options: argparse.Namespace
-    cache: str
-
-
-class Group(NamedTuple):
-    measure: Callable[[Programs], Figures]
-    lines: Callable[[Sequence[Figures]], Iterator[Line]]
-    needs_torch: bool = False
-
-
-def flags(keys: Mapping[str, str]) -> list[str]:
-    return [word for key, text in keys.items() for word in (f"--{key}", text)]
-
-
-def config_of(path: str, keys: Mapping[str, str]) -> Any:
-    return load_config(path, [Override(key, text, "benchmark") for key, text in keys.items()])
-
-
-def programs(options: argparse.Namespace, cache: str) -> Programs:
-    def train(keys: Mapping[str, str], path: str = _DENSE, *more: str, steps: int = options.steps) -> Measurement:
-        return run_trainer(options.trainer, path, steps, *flags(keys), *more)
-
-    def before(keys: Mapping[str, str]) -> Figures:
-        if options.before is None:
-            return {}
-        return {"before": run_trainer(options.before, _DENSE, options.steps, *flags(keys))}
-
-    def torch(
-        keys: Mapping[str, str], path: str = _DENSE, mode: str = "eager", *more: str, steps: int = options.steps
-    ) -> Measurement:
-        sizes = torch_sizes(config_of(path, keys))
-        return run_torch(options.torch_python, sizes, mode, steps, options.threads, *more, cache=cache)[0]
-
-    return Programs(train, before, torch, options, cache)
-
-
-def ratio_line(name: str, limit: float, ours: Sequence[float], theirs: Sequence[float], unit: str,
-               at_least: bool = True) -> Line:  # fmt: skip
-    """Returns the line with the ratio of figures of the same rounds."""
-    ratio, low, high = paired_ratio(ours, theirs)
-    digits = 0 if statistics.median(theirs) >= 100 else 2
-    detail = f"{statistics.median(ours):.{digits}f} / {statistics.median(theirs):.{digits}f} {unit}"
-    return Line(name, ratio, limit, at_least, f"{detail}, rounds {low:.2f} to {high:.2f}")
-
-
-def speeds(rounds: Sequence[Figures], name: str) -> list[float]:
-    return [each[name].tokens_per_second for each in rounds]
-
-
-def before_line(name: str, limit: float, rounds: Sequence[Figures]) -> Line:
-    """Returns the line with the speed of `trainer` relative to an earlier checkout."""
-    name = f"tokens/s, {name} / an earlier checkout"
-    if "before" not in rounds[0]:
-        return Line(name, None, limit, True, "--before names none")
-    return ratio_line(name, limit, speeds(rounds, "trainer"), speeds(rounds, "before"), "tokens/s")
-
-
-def steps_line(name: str, limit: float, rounds: Sequence[Figures], other: str) -> Line:
-    """Returns the line with the step time of `trainer` relative to another model."""
-    ours, theirs = ([each[side].steady_step_seconds for each in rounds] for side in ("trainer", other))
-    return ratio_line(name, limit, ours, theirs, "s", at_least=False)
-
-
-def peaks(rounds: Sequence[Figures], name: str) -> float:
-    return statistics.median(each[name].peak_rss_bytes for each in rounds)
 
 
 def dense(run: Programs) -> Figures:
     evaluation = {"eval_dataset.data_loader.type": "SyntheticDataset", "eval_dataset.data_loader.num_samples": "160"}
     return {
-        "trainer": run.train(evaluation, _DENSE, "--do_eval"),
-        "compiled": run.torch({}, _DENSE, "compile"),
+        "trainer": run.train(evaluation, DENSE, "--do_eval"),
+        "compiled": run.torch({}, DENSE, "compile"),
         "eager": run.torch({}),
-        "ceiling": last_json(run_process([sys.executable, ROOT / "scripts" / "benchmark_ceiling.py"]))["gflops"],
+        "ceiling": run_json([sys.executable, ROOT / "scripts" / "benchmark_ceiling.py"])["gflops"],
     }
 
 
@@ -169,7 +81,7 @@ def dense_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
     ours, theirs, compiled = (speeds(rounds, name) for name in ("trainer", "eager", "compiled"))
     yield ratio_line("tokens/s, float32 / torch.compile", 1.3, ours, compiled, "tokens/s")
     yield ratio_line("tokens/s, float32 / PyTorch eager", 1.3, ours, theirs, "tokens/s")
-    config = load_config(_DENSE, [])
+    config = load_config(DENSE, [])
     per_token = needed_operations(config) / (config.runner_config.batch_size * config.decoder.seq_length) / 1e9
     reached = [per_token * speed for speed in ours]
     ceilings = [each["ceiling"] for each in rounds]
@@ -186,17 +98,25 @@ def dense_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 
 def half(run: Programs) -> Figures:
-    return {"trainer": run.train(_HALF), "compiled": run.torch({}, _DENSE, "compile", "--dtype", "bfloat16")}
+    found: Figures = {
+        "trainer": run.train(HALF), "compiled": run.torch({}, DENSE, "compile", "--dtype", "bfloat16")
+    }
+    if run.options.isa == "avx2":
+        # Without instructions for bfloat16, float32 can be faster in PyTorch.
+        found["float32"] = run.torch({}, DENSE, "compile")
+    return found
 
 
 def half_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
-    ours, compiled = (speeds(rounds, name) for name in ("trainer", "compiled"))
-    yield ratio_line("tokens/s, bfloat16 / torch.compile with autocast", 1.15, ours, compiled, "tokens/s")
+    both = ("compiled", "float32")
+    faster = [max(each[name].tokens_per_second for name in both if name in each) for each in rounds]
+    yield ratio_line("tokens/s, bfloat16 / torch.compile with autocast", 1.15, speeds(rounds, "trainer"), faster,
+                     "tokens/s")
 
 
 def wide(run: Programs) -> Figures:
     steps = SETTLING_STEPS + 4
-    return {"trainer": run.train(_WIDE, steps=steps), "eager": run.torch(_WIDE, steps=steps)}
+    return {"trainer": run.train(WIDE, steps=steps), "eager": run.torch(WIDE, steps=steps)}
 
 
 def wide_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
@@ -205,15 +125,15 @@ def wide_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 
 def experts(run: Programs) -> Figures:
-    config = load_config(_EXPERTS, [])
+    config = load_config(EXPERTS, [])
     moe = config.decoder.experts
     width, number = moe.num_experts_chosen * config.decoder.expert_size, "model.model_config.moe_config.expert_num"
     dense_model = {"model.model_config.moe_config": "null", "model.model_config.intermediate_size": str(width)}
     return {
-        "trainer": run.train({}, _EXPERTS),
-        "eager": run.torch({}, _EXPERTS),
-        "dense": run.train(dense_model, _EXPERTS),
-        **{f"experts {count}": run.train({number: count}, _EXPERTS) for count in ("4", "64")},
+        "trainer": run.train({}, EXPERTS),
+        "eager": run.torch({}, EXPERTS),
+        "dense": run.train(dense_model, EXPERTS),
+        **{f"experts {count}": run.train({number: count}, EXPERTS) for count in ("4", "64")},
     }
 
 
@@ -236,7 +156,7 @@ def memory_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 
 def lora(run: Programs) -> Figures:
-    return {"trainer": run.train(_LORA), "full": run.train({}), **run.before(_LORA)}
+    return {"trainer": run.train(LORA), "full": run.train({}), **run.before(LORA)}
 
 
 def lora_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
@@ -258,7 +178,7 @@ def lora_memory_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 def base_dtypes(run: Programs) -> Figures:
     figures: Figures = {"float32": run.train(_LORA_QWEN3, steps=SETTLING_STEPS + 3)}
     for dtype in BASE_DTYPE_PEAKS:
-        keys = _LORA_QWEN3 | _HALF | {"model.model_config.pet_config.base_dtype": dtype}
+        keys = _LORA_QWEN3 | HALF | {"model.model_config.pet_config.base_dtype": dtype}
         figures[dtype] = run.train(keys, steps=SETTLING_STEPS + 3)
     return figures
 
@@ -272,7 +192,7 @@ def base_dtypes_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 
 def large(run: Programs) -> Figures:
-    return {"trainer": run.train(_QWEN3, steps=SETTLING_STEPS + 3)}
+    return {"trainer": run.train(QWEN3, steps=SETTLING_STEPS + 3)}
 
 
 def large_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
@@ -282,7 +202,7 @@ def large_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 
 def latent(run: Programs) -> Figures:
-    return {"trainer": run.train(_LATENT), "heads": run.train({}), **run.before(_LATENT)}
+    return {"trainer": run.train(LATENT), "heads": run.train({}), **run.before(LATENT)}
 
 
 def latent_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
@@ -291,7 +211,7 @@ def latent_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 
 def dropout(run: Programs) -> Figures:
-    return {"trainer": run.train(_DROPOUT), "without": run.train({}), **run.before(_DROPOUT)}
+    return {"trainer": run.train(DROPOUT), "without": run.train({}), **run.before(DROPOUT)}
 
 
 def dropout_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
@@ -301,8 +221,8 @@ def dropout_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 def prediction(run: Programs) -> Figures:
     program, options = ROOT / "scripts" / "benchmark_generate.py", run.options
-    ours = last_json(run_process([sys.executable, program, "--config", _DENSE, "--rows", *map(str, _ROWS)]))
-    theirs = torch_report(options.torch_python, torch_sizes(load_config(_DENSE, [])), "generate", options.threads,
+    ours = run_json([sys.executable, program, "--config", DENSE, "--rows", *map(str, _ROWS)])
+    theirs = torch_report(options.torch_python, torch_sizes(load_config(DENSE, [])), "generate", options.threads,
                           "--rows", *map(str, _ROWS))  # fmt: skip
     found = {f"{side} {rows} {name}": statistics.median(seconds)
              for side, report in (("trainer", ours), ("eager", theirs))
@@ -314,7 +234,7 @@ def prediction_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
     for rows, limit in zip(_ROWS, (1.7, 1.5), strict=True):
         ours, theirs = ([each[f"{side} {rows} decode"] for each in rounds] for side in ("eager", "trainer"))
         yield ratio_line(f"tokens/s, prediction of {rows} / PyTorch eager", limit, ours, theirs, "s, PyTorch / trainer")
-    most, length = max(_ROWS), load_config(_DENSE, []).decoder.seq_length
+    most, length = max(_ROWS), load_config(DENSE, []).decoder.seq_length
     # A prompt has half of the tokens of what is evaluated.
     prompt, evaluation = ([length * share / each[f"trainer {most} {name}"] * most for each in rounds]
                           for name, share in (("prompt", 0.5), ("evaluation", 1.0)))  # fmt: skip
@@ -322,7 +242,7 @@ def prediction_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 
 def watching(run: Programs) -> Figures:
-    costs = last_json(run_process([sys.executable, ROOT / "scripts" / "benchmark_watching.py"]))
+    costs = run_json([sys.executable, ROOT / "scripts" / "benchmark_watching.py"])
     step = run.train({}).steady_step_seconds
     share = (costs["own"] + costs["others"] / run.options.threads) / step + costs["report"] / 30 / run.options.threads
     return {"share": share, "step": step, **costs}
@@ -339,7 +259,7 @@ def watching_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 def start(run: Programs) -> Figures:
     program = [sys.executable, run.options.trainer]
-    commands = {"help": [*program, "--help"], "plan": [*program, "plan", "--config", _DENSE]}
+    commands = {"help": [*program, "--help"], "plan": [*program, "plan", "--config", DENSE]}
     return {name: min(cpu_seconds(command) for _ in range(5)) for name, command in commands.items()}
 
 
@@ -359,6 +279,7 @@ AVX2_LIMITS = {
     "tokens/s, 8 layers of 512, seq 512 / PyTorch eager": 1.3,
     "tokens/s, 8 experts / PyTorch's loop over experts": 1.3, "tokens/s, prediction of 1 / PyTorch eager": 1.5,
     "tokens/s, prediction of 8 / PyTorch eager": 1.3, "share of the float32 product peak": 0.6,
+    **PEER_AVX2_LIMITS,
 }  # fmt: skip
 """Limits with --isa avx2 that differ from those of `GROUPS`, by the name of the line."""
 
@@ -370,7 +291,16 @@ GROUPS = {
     "large": Group(large, large_lines), "latent": Group(latent, latent_lines), "dropout": Group(dropout, dropout_lines),
     "memory": Group(memory, memory_lines), "prediction": Group(prediction, prediction_lines, needs_torch=True),
     "start": Group(start, start_lines), "watching": Group(watching, watching_lines),
+    **PEER_GROUPS,
 }  # fmt: skip
+
+
+_VERSIONS = """
+import importlib.metadata, json
+names = {"torch", "transformers", "peft", "trl"}
+found = {each.name: each.version for each in importlib.metadata.distributions() if each.name in names}
+print(json.dumps(found))
+"""
 
 
 def targets(options: argparse.Namespace, console: Console) -> int:
@@ -379,11 +309,11 @@ def targets(options: argparse.Namespace, console: Console) -> int:
     if options.isa == "avx2":
         os.environ.update(_AVX2)
         limits = AVX2_LIMITS
-    machine = {}
+    machine: dict[str, str] = {}
     if any(GROUPS[name].needs_torch for name in options.only):
         if options.torch_python is None:
             raise RunFailed("these groups compare with PyTorch: give --torch_python, or others with --only")
-        machine["torch"] = _torch_version(options.torch_python)
+        machine = _versions(options.torch_python)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
         run = programs(options, cache)
         for number in range(1, options.rounds + 1):
@@ -403,13 +333,15 @@ def _plain(figures: Figures) -> dict[str, Any]:
     return {name: asdict(value) if isinstance(value, Measurement) else value for name, value in figures.items()}
 
 
-def _torch_version(python: str) -> str:
-    return run_process([python, "-c", "import importlib.metadata as m; print(m.version('torch'))"]).strip()
+def _versions(python: str) -> dict[str, str]:
+    """Returns the versions of the packages that the other programs need, of those that the environment has."""
+    return run_json([python, "-c", _VERSIONS])
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("targets", help="a figure or two of everything, against its target")
-    command.add_argument("--torch_python", help="the Python of an environment with torch, for groups that need one")
+    command.add_argument("--torch_python", help="the Python of an environment with torch, for groups that need one;"
+                         " some also need transformers, peft and trl")
     command.add_argument("--trainer", type=Path, default=ROOT / "run_trainer.py", help="the program to measure")
     command.add_argument("--before", type=Path, help="that of an earlier checkout, for groups that compare with one")
     command.add_argument("--rounds", type=int, default=1, help="alternating runs of each side")

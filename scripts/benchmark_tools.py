@@ -44,6 +44,8 @@ class Measurement:
         tokens_per_second: Tokens of a step / ``steady_step_seconds``.
         peak_rss_bytes: Highest resident memory of the process.
         eval_tokens_per_second: Speed of the run's last evaluation; None without one.
+        first_loss: Loss of the first step; None if the program does not say it.
+        trained: Number of trained weights; None if the program does not say it.
     """
 
     first_step_seconds: float
@@ -51,6 +53,8 @@ class Measurement:
     tokens_per_second: float
     peak_rss_bytes: int
     eval_tokens_per_second: float | None = None
+    first_loss: float | None = None
+    trained: int | None = None
 
     @property
     def first_extra_seconds(self) -> float:
@@ -67,6 +71,12 @@ def measure(step_seconds: Sequence[float], tokens_per_step: int, peak_rss_bytes:
     return Measurement(step_seconds[0], median, tokens_per_step / median, peak_rss_bytes)
 
 
+def measure_report(report: dict[str, Any]) -> Measurement:
+    """Summarises what a program of PyTorch prints."""
+    found = measure(report["step_seconds"], report["tokens_per_step"], report["peak_rss_bytes"])
+    return replace(found, first_loss=report.get("first_loss"), trained=report.get("trained"))
+
+
 def measure_metrics_file(path: Path) -> Measurement:
     """Summarises a trainer run from its metrics.jsonl."""
     records = list(read_metrics_records(path))
@@ -74,6 +84,7 @@ def measure_metrics_file(path: Path) -> Measurement:
     if not steps:
         raise RunFailed(f"{path} holds no step")
     found = measure([step["step_seconds"] for step in steps], steps[-1]["tokens"], steps[-1]["peak_rss_bytes"])
+    found = replace(found, first_loss=steps[0].get("loss"))
     speeds = [record["eval_tokens"] / record["eval_seconds"] for record in records if "eval_seconds" in record]
     return replace(found, eval_tokens_per_second=speeds[-1]) if speeds else found
 
@@ -143,6 +154,15 @@ def last_json(text: str) -> dict[str, Any]:
     raise RunFailed(f"no JSON in the output:\n{text[-500:]}")
 
 
+def run_json(command: Sequence[str | Path], environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """Runs a command to its end and returns the JSON object that it prints last."""
+    text = run_process(command, environment)
+    try:
+        return last_json(text)
+    except RunFailed as failure:
+        raise RunFailed(f"{' '.join(map(str, command))}\n{failure}") from failure
+
+
 def run_trainer(program: str | Path, config: str, steps: int, *flags: str) -> Measurement:
     """Runs the trainer ``program`` in a new process for ``steps`` optimizer steps."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
@@ -152,23 +172,31 @@ def run_trainer(program: str | Path, config: str, steps: int, *flags: str) -> Me
 
 
 def run_torch(
-    python: str, sizes: dict[str, int], mode: str, steps: int, threads: int, *more: str, cache: str | None = None
+    python: str, sizes: dict[str, float], mode: str, steps: int, threads: int, *more: str, cache: str | None = None
 ) -> tuple[Measurement, dict[str, Any]]:
     """Runs the PyTorch model; also returns the JSON that it prints. `cache` is a folder for what torch.compile has
     compiled; None: it compiles anew."""
     report = torch_report(python, sizes, mode, threads, "--steps", str(steps), *more, cache=cache)
-    return measure(report["step_seconds"], report["tokens_per_step"], report["peak_rss_bytes"]), report
+    return measure_report(report), report
 
 
 def torch_report(
-    python: str, sizes: dict[str, int], mode: str, threads: int, *more: str, cache: str | None = None
+    python: str, sizes: dict[str, float], mode: str, threads: int, *more: str, cache: str | None = None
 ) -> dict[str, Any]:
-    """Returns what the PyTorch program prints."""
+    """Returns what the model in PyTorch prints."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        return last_json(run_process(
-            [python, ROOT / "scripts" / "benchmark_torch.py", "--mode", mode, "--threads", str(threads), *more,
-             *(f"--{name}={size}" for name, size in sizes.items())],
-            {"TORCHINDUCTOR_CACHE_DIR": cache or folder}))
+        environment = {"TORCHINDUCTOR_CACHE_DIR": cache or folder}
+        return peer_report(python, "benchmark_torch.py", sizes, threads, "--mode", mode, *more, environment=environment)
+
+
+def peer_report(
+    python: str, program: str, sizes: dict[str, float], threads: int, *more: str,
+    environment: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Returns what a program of `scripts` prints that needs an environment with torch."""
+    command = [python, ROOT / "scripts" / program, "--threads", str(threads), *more,
+               *(f"--{name}={size}" for name, size in sizes.items())]  # fmt: skip
+    return run_json(command, environment)
 
 
 def cpu_seconds(command: Sequence[str | Path]) -> float:
@@ -183,17 +211,31 @@ def cpu_seconds(command: Sequence[str | Path]) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def torch_sizes(config: Config) -> dict[str, int]:
+def torch_sizes(config: Config) -> dict[str, float]:
     """Returns the sizes of model and batch as flags of benchmark_torch.py, which does not have all models."""
     decoder, runner = config.decoder, config.runner_config
-    odd_heads = decoder.head_size * decoder.num_heads != decoder.hidden_size
-    if decoder.tie_word_embeddings or decoder.use_qk_norm or decoder.qkv_has_bias or odd_heads:
+    latent = decoder.multi_latent_attention
+    odd_heads = not latent and (decoder.head_size * decoder.num_heads != decoder.hidden_size or decoder.use_qk_norm)
+    if decoder.tie_word_embeddings or decoder.qkv_has_bias or odd_heads:
         raise RunFailed("the PyTorch model has an untied head, no q/k norm, no bias, heads that fill the hidden size")
-    sizes = {
+    sizes: dict[str, float] = {
         "layers": decoder.num_layers, "hidden": decoder.hidden_size, "heads": decoder.num_heads,
         "kv_heads": decoder.kv_heads, "intermediate": decoder.ffn_size, "tokens": decoder.seq_length,
         "vocabulary": decoder.vocab_size, "batch": runner.batch_size, "accumulate": runner.gradient_accumulation_steps,
     }
+    if latent:
+        if decoder.q_lora_rank is None or decoder.rope_interleave or not decoder.use_qk_norm:
+            raise RunFailed("the PyTorch model's latent attention has a latent vector of queries, norms on both latent"
+                            " vectors, and rotates the halves of a head")
+        sizes |= {"query_rank": decoder.q_lora_rank, "key_value_rank": decoder.kv_lora_rank,
+                  "nope": decoder.qk_nope_head_dim, "rope": decoder.qk_rope_head_dim, "value": decoder.v_head_dim}
+    if decoder.window_layers:
+        if len(decoder.window_layers) != decoder.num_layers:
+            raise RunFailed("the PyTorch model has a sliding window in all layers or in none")
+        sizes["window"] = decoder.sliding_window or 0
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(decoder, name):
+            sizes[name] = getattr(decoder, name)
     moe = decoder.experts
     if moe is None:
         return sizes
@@ -202,6 +244,24 @@ def torch_sizes(config: Config) -> dict[str, int]:
     if moe.score_function != "softmax" or moe.has_expert_bias or moe.n_group or not moe.norm_topk_prob:
         raise RunFailed("the PyTorch model's router has a softmax, and no groups, no bias, weights that sum to 1")
     return {**sizes, "intermediate": decoder.expert_size, "experts": moe.expert_num, "chosen": moe.num_experts_chosen}
+
+
+def finetune_sizes(config: Config) -> dict[str, float]:
+    """Returns the sizes of model, adapters and batch as flags of benchmark_finetune.py, which has Qwen3."""
+    decoder, runner = config.decoder, config.runner_config
+    adapters = decoder.pet_config
+    if not (decoder.use_qk_norm and decoder.tie_word_embeddings) or decoder.experts or decoder.multi_latent_attention:
+        raise RunFailed("the model in transformers is Qwen3 with a tied head")
+    if adapters is not None and (adapters.lora_dropout or adapters.use_rslora or adapters.use_dora):
+        raise RunFailed("the adapters in PEFT are plain LoRA of q, k, v and o without dropout")
+    sizes: dict[str, float] = {
+        "layers": decoder.num_layers, "hidden": decoder.hidden_size, "heads": decoder.num_heads,
+        "kv_heads": decoder.kv_heads, "head_size": decoder.head_size, "intermediate": decoder.ffn_size,
+        "vocabulary": decoder.vocab_size, "tokens": decoder.seq_length, "batch": runner.batch_size,
+    }
+    if adapters is not None:
+        sizes |= {"lora_rank": adapters.lora_rank, "lora_alpha": adapters.lora_alpha}
+    return sizes
 
 
 def describe_machine() -> dict[str, Any]:

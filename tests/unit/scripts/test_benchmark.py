@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import stat
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmark_helpers import CONFIG, programs, run
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
@@ -20,7 +19,6 @@ import benchmark_moe  # noqa: E402
 import benchmark_profile  # noqa: E402
 import benchmark_soak  # noqa: E402
 import benchmark_step  # noqa: E402
-import benchmark_targets  # noqa: E402
 import benchmark_tools  # noqa: E402
 
 from trainer.config import Override, load_config, parse_config  # noqa: E402
@@ -29,44 +27,9 @@ from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: 
 from trainer.profiling.host import NOT_EXPLAINED, profile_rows  # noqa: E402
 from trainer.profiling.regions import Key, RegionTimer  # noqa: E402
 
-CONFIG = """
-runner_config: {batch_size: 8}
-model:
-  arch: {type: LlamaForCausalLM}
-  model_config: {type: LlamaConfig, num_layers: 4, hidden_size: 256, num_heads: 8, intermediate_size: 688,
-                 vocab_size: 4096, seq_length: 256}
-train_dataset: {data_loader: {type: SyntheticDataset}}
-"""
-
-# Steps take 0.5 s each after a first one of 3.5 s; more layers take longer to compile, more micro-batches more memory.
-TRAINER = """
-import json, sys
-from pathlib import Path
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-layers = int(flags.get("--model.model_config.num_layers", 4))
-memory = {memory} + 1000000 * int(flags.get("--gradient_accumulation_steps", 1))
-with open(Path(flags["--output_dir"]) / "metrics.jsonl", "w") as file:
-    for step in range(int(flags["--runner_config.stop_step"])):
-        seconds = 3.4 + layers / 40 if step == 0 else 0.5
-        line = {{"step": step + 1, "step_seconds": seconds, "tokens": 2048, "peak_rss_bytes": memory}}
-        file.write(json.dumps(line) + "\\n")
-    file.write(json.dumps({{"step": step + 1, "eval_loss": 1.0}}) + "\\n")
-"""
-TORCH = """#!/bin/sh
-case "$*" in *compile*) seconds=0.4;; *) seconds={seconds};; esac
-echo "a library says something"
-echo '{{"step_seconds": [1.0, 9.0, 9.0, '$seconds', '$seconds'], "tokens_per_step": 2048, "peak_rss_bytes": 800000000,
-"matmul_gflops": 90.0, "torch": "2.0", "python": "3.11"}}' | tr -d '\\n'
-echo
-"""
-
 
 def step_metrics(step: int) -> StepMetrics:
     return StepMetrics(step, 9, 1, 1, step, 9, 1.0, 0.1, None, 1.0, False, 2048, 1e3, 1e3, 0.5, 0.0, 10**9)
-
-
-def run(first: float = 3.5, steady: float = 0.5, peak: int = 1_000_000_000) -> benchmark.Measurement:
-    return benchmark.Measurement(first, steady, 2048 / steady, peak)
 
 
 def verdicts(**changes) -> dict[str, str]:
@@ -94,7 +57,7 @@ def test_metrics_file_of_the_trainer_is_understood(tmp_path):
     lines = [json.dumps(step_record(step_metrics(step))) for step in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "eval_loss": 2.0}', '{"step": 5, "lo']))
     measured = benchmark_tools.measure_metrics_file(tmp_path / "metrics.jsonl")
-    assert measured == benchmark.Measurement(0.5, 0.5, 4096.0, 10**9)
+    assert measured == benchmark.Measurement(0.5, 0.5, 4096.0, 10**9, first_loss=1.0)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(benchmark.RunFailed, match="holds no step"):
         benchmark_tools.measure_metrics_file(tmp_path / "metrics.jsonl")
@@ -239,17 +202,6 @@ def test_the_pytorch_model_has_the_sizes_of_the_model_with_experts():
 # --- whole runs ---------------------------------------------------------------------------------------------------
 
 
-def programs(folder: Path, *, torch_seconds: float = 0.5, memory: int = 900_000_000) -> list[str]:
-    """Writes a trainer and a Python with torch that only pretend, and returns the flags that use them."""
-    (folder / "config.yaml").write_text(CONFIG)
-    (folder / "trainer.py").write_text(TRAINER.format(memory=memory))
-    python = folder / "torch_python"
-    python.write_text(TORCH.format(seconds=torch_seconds))
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    return ["dense", "--config", str(folder / "config.yaml"), "--trainer", str(folder / "trainer.py"),
-            "--torch_python", str(python), "--rounds", "2", "--steps", "5", "--no_bare"]
-
-
 def test_whole_benchmark_passes(tmp_path, capsys):
     assert benchmark.main(programs(tmp_path)) == 0
     result = json.loads(capsys.readouterr().out)
@@ -351,118 +303,6 @@ def test_every_case_of_the_soak_is_a_configuration() -> None:
     for name, flags in benchmark_soak.CASES.items():
         overrides = [Override(key, text, "soak") for key, text in flags.items()]
         assert parse_config("soak", json.dumps(benchmark_soak.TINY), overrides).trains != name.startswith("prediction")
-
-
-# --- figures and their targets --------------------------------------------------------------------------------------
-
-
-def figures_of_groups() -> dict[str, dict]:
-    """Returns a round that meets each target."""
-    trainer = replace(run(1.4, 0.45, 1_300_000_000), eval_tokens_per_second=2.6 * 2048 / 0.45)
-    eager, compiled = run(1.0, 0.6, 800_000_000), run(30.0, 0.6)
-    prediction = {"trainer 1 decode": 0.2, "trainer 8 decode": 0.6, "eager 1 decode": 0.35, "eager 8 decode": 0.91,
-                  "trainer 8 prompt": 0.1, "trainer 8 evaluation": 0.25}  # fmt: skip
-    return {
-        "dense": {"trainer": trainer, "eager": eager, "compiled": compiled, "ceiling": 160.0},
-        "bfloat16": {"trainer": trainer, "compiled": compiled}, "wide": {"trainer": run(1.4, 0.37), "eager": eager},
-        "experts": {"trainer": run(1.4, 0.37), "eager": eager, "dense": run(1.4, 0.37), "experts 4": run(1.4, 0.4),
-                    "experts 64": run(1.4, 0.47)},
-        "lora": {"trainer": run(1.0, 0.3), "full": run(1.4, 0.4), "before": run(3.0, 0.39)},
-        "lora_memory": {"trainer": run(peak=6_400_000_000)},
-        "base_dtypes": {"float32": run(1.0, 4.0, 5_900_000_000), "bfloat16": run(1.0, 5.0, 3_000_000_000),
-                        "int8": run(1.0, 5.0, 2_300_000_000), "nf4": run(1.0, 5.0, 2_000_000_000)},
-        "large": {"trainer": run(15.0, 10.0)},
-        "latent": {"trainer": run(1.0, 0.4), "heads": run(1.0, 0.4), "before": run(3.0, 0.48)},
-        "dropout": {"trainer": run(1.0, 0.48), "without": run(1.0, 0.4), "before": run(3.0, 0.58)},
-        "memory": {"trainer": run(peak=1_360_000_000)}, "prediction": prediction, "start": {"help": 0.3, "plan": 0.5},
-        "watching": {"share": 0.005, "step": 0.5, "own": 1e-4, "others": 1e-4, "report": 0.1},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("group", "changes", "failing"), [
-    ("dense", {}, []),
-    ("dense", {"compiled": run(30.0, 0.58)}, ["tokens/s, float32 / torch.compile"]),
-    ("dense", {"eager": run(1.0, 0.58, 800_000_000)}, ["tokens/s, float32 / PyTorch eager"]),
-    ("dense", {"eager": run(1.0, 0.6, 770_000_000)}, ["peak memory less MindSpore's import / PyTorch's"]),
-    ("dense", {"ceiling": 191.0}, ["share of the float32 product peak"]),  # 55 GFLOP in 0.45 s
-    ("bfloat16", {"compiled": run(30.0, 0.51)}, ["tokens/s, bfloat16 / torch.compile with autocast"]),
-    ("wide", {"eager": run(1.0, 0.59)}, ["tokens/s, 8 layers of 512, seq 512 / PyTorch eager"]),
-    ("experts", {}, []),
-    ("experts", {"eager": run(1.0, 0.59)}, ["tokens/s, 8 experts / PyTorch's loop over experts"]),
-    ("experts", {"dense": run(1.0, 0.35)}, ["tokens/s, 8 experts / dense of equal active weights"]),
-    ("experts", {"experts 64": run(1.0, 0.51)}, ["step, 64 / 4 experts"]),
-    ("lora", {}, []),
-    ("lora", {"full": run(1.4, 0.39)}, ["step, LoRA / all weights trained"]),
-    ("lora", {"before": run(3.0, 0.38)}, ["tokens/s, LoRA / an earlier checkout"]),
-    ("lora", {"trainer": run(1.1, 0.3)}, ["first step with LoRA, seconds"]),
-    ("lora_memory", {"trainer": run(peak=6_410_000_000)}, ["peak memory, LoRA of Qwen3-0.6B, GiB"]),
-    ("base_dtypes", {}, []),
-    ("base_dtypes", {"int8": run(1.0, 5.0, 2_400_000_000)}, ["peak memory, LoRA of Qwen3-0.6B on int8, GB"]),
-    ("base_dtypes", {"nf4": run(1.0, 5.1, 2_000_000_000)}, ["tokens/s, LoRA of Qwen3-0.6B on nf4 / float32"]),
-    ("large", {}, []),
-    ("large", {"trainer": run(15.1, 10.0)}, ["first step / a later one, Qwen3-0.6B"]),
-    ("latent", {"heads": run(1.0, 0.39)}, ["step, latent attention / heads of 32"]),
-    ("latent", {"before": run(3.0, 0.47)}, ["tokens/s, latent attention / an earlier checkout"]),
-    ("dropout", {"without": run(1.0, 0.39)}, ["step, dropout of sublayers and attention / none"]),
-    ("dropout", {"before": run(3.0, 0.57)}, ["tokens/s, dropout / an earlier checkout"]),
-    ("memory", {"trainer": run(peak=1_370_000_000)}, ["peak memory, vocabulary 32,768, against before"]),
-    ("prediction", {}, []),
-    ("prediction", {"eager 1 decode": 0.33}, ["tokens/s, prediction of 1 / PyTorch eager"]),
-    ("prediction", {"eager 8 decode": 0.89}, ["tokens/s, prediction of 8 / PyTorch eager"]),
-    ("prediction", {"trainer 8 prompt": 0.13}, ["tokens/s, prompts / evaluation"]),
-    ("start", {"help": 0.31}, ["CPU seconds of help"]),
-    ("start", {"plan": 0.51}, ["CPU seconds of plan"]),
-    ("watching", {}, []),
-    ("watching", {"share": 0.0051}, ["share of a step, lines, metrics, TensorBoard, report"]),
-])  # fmt: skip
-def test_each_figure_of_the_targets_can_fail_alone(group: str, changes: dict, failing: list[str]) -> None:
-    lines = list(benchmark_targets.GROUPS[group].lines([{**figures_of_groups()[group], **changes}] * 2))
-    assert [line.name for line in lines if line.verdict != "pass"] == failing
-
-
-def test_a_slow_evaluation_and_first_step_miss_their_targets() -> None:
-    slow = replace(run(1.6, 0.45), eval_tokens_per_second=2.4 * 2048 / 0.45)
-    lines = benchmark_targets.GROUPS["dense"].lines([{**figures_of_groups()["dense"], "trainer": slow}])
-    assert [line.name for line in lines if line.verdict != "pass"] == [
-        "tokens/s, evaluation / training", "first step after the import, seconds"]  # fmt: skip
-
-
-def test_limits_without_avx512_are_those_of_lines() -> None:
-    figures = figures_of_groups()
-    found = [line for name, group in benchmark_targets.GROUPS.items() for line in group.lines([figures[name]])]
-    lines = {line.name: line for line in found}
-    for name, limit in benchmark_targets.AVX2_LIMITS.items():
-        assert lines[name].at_least and limit < lines[name].limit
-
-
-def test_whole_benchmark_of_some_targets(tmp_path, capsys) -> None:
-    flags = programs(tmp_path)
-    names = ["bfloat16", "wide", "experts", "memory"]
-    python = tmp_path / "torch_python"
-    python.write_text(python.read_text().replace("#!/bin/sh\n", "#!/bin/sh\ncase $1 in -c) echo 2.0; exit;; esac\n"))
-    words = ["--torch_python", str(python), "--trainer", str(tmp_path / "trainer.py"), "--steps", "5", "--rounds", "2"]
-    assert flags[0] == "dense" and benchmark.main(["targets", *words, "--only", *names]) == 1
-    result = json.loads(capsys.readouterr().out)
-    assert {line["name"]: line["value"] for line in result["lines"] if "tokens/s" in line["name"]} == {
-        "tokens/s, bfloat16 / torch.compile with autocast": 0.8,
-        **dict.fromkeys(("tokens/s, 8 layers of 512, seq 512 / PyTorch eager",
-                         "tokens/s, 8 experts / PyTorch's loop over experts",
-                         "tokens/s, 8 experts / dense of equal active weights"), 1.0),
-    }  # fmt: skip
-    assert list(result["rounds"]) == names and {len(found) for found in result["rounds"].values()} == {2}
-    assert result["machine"]["torch"] == "2.0"
-
-
-def test_an_earlier_checkout_is_measured_where_it_is_named(tmp_path, capsys) -> None:
-    programs(tmp_path)
-    program = str(tmp_path / "trainer.py")
-    words = ["targets", "--trainer", program, "--steps", "5", "--only", "dropout"]
-    for before, value in (([], None), (["--before", program], 1.0)):
-        assert benchmark.main([*words, *before]) == (value is not None)  # 1: equally fast is below the target
-        lines = json.loads(capsys.readouterr().out)["lines"]
-        assert {line["name"]: line["value"] for line in lines}["tokens/s, dropout / an earlier checkout"] == value
-    assert benchmark.main(["targets", "--only", "dropout", "wide"]) == 2
-    assert "give --torch_python" in capsys.readouterr().err
 
 
 def test_cpu_seconds_are_those_of_the_command() -> None:
