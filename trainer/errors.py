@@ -6,6 +6,7 @@ far as they are known.
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TypeVar
 
@@ -28,11 +29,27 @@ def working_directory() -> str:
 # characters
 _LONGEST_VALUE = 200
 _LONGEST_PART = 2000
+# levels of lists and mappings in a value
+_DEEPEST = 16
 
 
 def shorten_repr(value: object) -> str:
-    """Returns the ``repr`` of a value for a message; a long one is cut in the middle."""
-    return _shortened(repr(value), _LONGEST_VALUE)
+    """Returns a value as a YAML or JSON file writes it, for a message; a long one is cut in the middle."""
+    return _shortened(_written(value, _DEEPEST), _LONGEST_VALUE)
+
+
+def _written(value: object, levels: int) -> str:
+    """Returns the ``repr`` of a value with null, true and false, which Python calls None, True and False."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, (list, dict)) and value and not levels:
+        return "..."
+    if isinstance(value, list):
+        return f"[{', '.join(_written(item, levels - 1) for item in value)}]"
+    if isinstance(value, dict):
+        items = (f"{key!r}: {_written(item, levels - 1)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    return repr(value)
 
 
 def _shortened(text: str, longest: int) -> str:

@@ -107,7 +107,7 @@ WRONG_TYPES = (
     line("section for a list", CALLBACKS, "callbacks: {type: MFLossMonitor}", "callbacks"),
     line("number for a boolean", "type: MFTrainOneStepCell", "use_clip_grad: 3", "runner_wrapper.use_clip_grad = 3"),
     line("null", "hidden_size: 16", "hidden_size:", "model.model_config.hidden_size", "integer"),
-    flag("boolean flag", "--use_clip_grad maybe", "flag --use_clip_grad", "'maybe'", "True or False"),
+    flag("boolean flag", "--use_clip_grad maybe", "flag --use_clip_grad", "'maybe'", "true or false"),
 )
 MISSING_KEYS = (
     Case("size of the model", ("run.yaml:4", "missing: hidden_size", "Fix: "), "    hidden_size: 16\n", ""),
@@ -206,7 +206,7 @@ RECOMPUTE = (
     line("too many layers", "seed: 1", _RECOMPUTE + "{recompute: 3}", "recompute = 3", "counts layers", "has 2"),
     line("no such layer", "seed: 1", _RECOMPUTE + "{recompute: [2]}", "recompute = [2]", "no layer 2", "0 to 1"),
     line("in words", "seed: 1", _RECOMPUTE + "{recompute: always}", "'always' is not a layer"),
-    line("a fraction", "seed: 1", _RECOMPUTE + "{recompute: 0.5}", "recompute = 0.5", "must be True or False"),
+    line("a fraction", "seed: 1", _RECOMPUTE + "{recompute: 0.5}", "recompute = 0.5", "must be true or false"),
     line("no such part", "seed: 1", _RECOMPUTE + "{select_recompute: [head]}", "'head' matches no sublayer", "mlp"),
     line("select no layer", "seed: 1", _RECOMPUTE + "{select_recompute: {mlp: [9]}}", "no layer 9"),
     line("misspelt", "seed: 1", _RECOMPUTE + "{recompte: True}", "recompute_config.recompte", "config.recompute"),

@@ -99,7 +99,7 @@ def test_help(tmp_path: Path, flag: str) -> None:
         (["no_such.py", 2], ["no_such.py", "there is no such file"]),
         (["run_trainer.py", "eight"], ["nproc", "'eight'", "must be an integer"]),
         (["run_trainer.py", 2, "port", "logs", "True", 60], ["master_port", "'port'", "must be an integer"]),
-        (["run_trainer.py", 2, 8118, "logs", "Yes", 60], ["join", "'Yes'", "must be True or False"]),
+        (["run_trainer.py", 2, 8118, "logs", "Yes", 60], ["join", "'Yes'", "must be true or false"]),
     ],
 )
 def test_bad_input(tmp_path: Path, words: list[object], parts: list[str]) -> None:

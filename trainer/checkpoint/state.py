@@ -36,7 +36,7 @@ from trainer.checkpoint.tensor_names import DiskSlice, disk_slices
 from trainer.checkpoint.weights import ShardSpecs, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, run_stages
 from trainer.config.schema.fields import Section, support_of
-from trainer.errors import UserError
+from trainer.errors import UserError, shorten_repr
 from trainer.models.spec.adapters import SECTION, saved_settings
 from trainer.models.spec.shapes import adapter_shapes, all_shapes, base_dtypes
 from trainer.optim.freeze import trained_shapes
@@ -548,4 +548,6 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _show_value(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(value)
+    if isinstance(value, str):
+        return value
+    return shorten_repr(value)

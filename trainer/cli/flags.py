@@ -245,7 +245,7 @@ def _read_named(reader: _Reader, flag: Flag, inline: str | None) -> list[Overrid
         text = texts[0]
     if flag.kind == "bool" and text.lower() not in ("true", "false"):
         fix = f"write {shown}, {shown} False or --no-{flag.name}"
-        raise UserError("must be True or False", where=f"flag {shown}", key=flag.name, value=text, fix=fix)
+        raise UserError("must be true or false", where=f"flag {shown}", key=flag.name, value=text, fix=fix)
     if flag.metavar == "NAME..." and len(texts) == 1 and text.lstrip().startswith("["):
         texts = ()  # the list as a file has it
     if flag.kind != "list":

@@ -174,7 +174,7 @@ def _ascend(config: Config) -> list[Call]:
         if kind is bool and value in (0, 1, "0", "1"):
             value = value in (1, "1")
         if not isinstance(value, kind):
-            words = {bool: "True or False", str: "a string"}[kind]
+            words = {bool: "true or false", str: "a string"}[kind]
             raise _error(config, key, value, f"must be {words}", "correct the value")
         calls.append(Call(call, (("", value),)))
     return calls

@@ -159,7 +159,7 @@ def _seconds(where: str, string: str) -> float:
 
 def _boolean(where: str, string: str) -> bool:
     if string.lower() not in ("true", "false"):
-        raise UserError("must be True or False", where=where, value=string, fix="write True or False")
+        raise UserError("must be true or false", where=where, value=string, fix="write true or false")
     return string.lower() == "true"
 
 

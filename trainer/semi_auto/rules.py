@@ -163,7 +163,7 @@ def _fusion_mistake(name: str, setting: Any) -> tuple[str, str] | None:
     if name == "openstate":
         if isinstance(setting, bool):
             return None
-        return ("must be True or False", "write True to fuse collectives")
+        return ("must be true or false", "write True to fuse collectives")
     if name not in _FUSED:
         return f"MindSpore fuses {', '.join(_FUSED)}", f"write one of openstate, {', '.join(_FUSED)}"
     if not isinstance(setting, dict) or set(setting) != {"mode", "config"}:

@@ -82,7 +82,7 @@ def format_value(value: Any, empty: str) -> str:
     if value is None or value == "":
         return empty
     text = str(value)
-    if isinstance(value, list | dict):
+    if isinstance(value, bool | list | dict):
         text = json.dumps(value)
     if len(text) <= _LONGEST:
         return text

@@ -246,8 +246,8 @@ def test_what_belongs_to_the_caller_stays_in_order():
         (["--config"], ["flag --config: needs a value", "configs/quickstart.yaml"]),
         (["--config", "a", "--config=b"], ["flag --config: is given twice"]),
         (["--runner_config.epochs"], ["flag --runner_config.epochs: needs a value"]),
-        (["--use_clip_grad", "maybe"], ["use_clip_grad = 'maybe': must be True or False", "--no-use_clip_grad"]),
-        (["--use_clip_grad", "1"], ["must be True or False"]),
+        (["--use_clip_grad", "maybe"], ["use_clip_grad = 'maybe': must be true or false", "--no-use_clip_grad"]),
+        (["--use_clip_grad", "1"], ["must be true or false"]),
         (["--no-seed"], ["only a True/False flag can be negated", "--seed VALUE"]),
         (["--no-use_clip_grad=True"], ["takes no value"]),
         (["--no-runner_config.epochs"], ["only a True/False key can be negated"]),
@@ -264,7 +264,7 @@ def test_a_wrong_command_line_is_one_message(argv, parts):
         (["--register_path", "x"], ["flag --register_path: register_path = 'x': not yet supported"]),
         (["--adapter_id", "x"], ["flag --adapter_id: adapter_id = 'x'", "pet_config, which is absent"]),
         (["--modal_type", "image", "text"], ["modal_type = ['image', 'text']: not yet supported"]),
-        (["--only_save_strategy"], ["only_save_strategy = True: not yet supported"]),
+        (["--only_save_strategy"], ["only_save_strategy = true: not yet supported"]),
     ],
 )
 def test_flags_that_cannot_be_honoured_are_errors(run, argv, parts):

@@ -288,8 +288,8 @@ def test_select_recomputation_names_modules():
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("swap: {enable: True}\n", "swap.enable = True"),
-        ("parallelism: {cpu_offload: True}\n", "parallelism.cpu_offload = True"),
+        ("swap: {enable: True}\n", "swap.enable = true"),
+        ("parallelism: {cpu_offload: True}\n", "parallelism.cpu_offload = true"),
     ],
 )
 def test_moving_data_to_the_host_is_an_error_on_an_ascend_and_a_note_on_a_cpu(text: str, key: str):
@@ -349,7 +349,7 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
     [
         (
             SMALL.replace("type: TextDataset, dataset_dir: stdlib", "type: SyntheticDataset"), 1,
-            ["a.yaml:5: train_dataset.dataloader.num_samples = None: ", "set train_dataset.dataloader.num_samples to"],
+            ["a.yaml:5: train_dataset.dataloader.num_samples = null: ", "set train_dataset.dataloader.num_samples to"],
         ),
         (
             SMALL.replace("steps: 6", "steps: 6, deterministic: True") + "parallelism: {data_parallel_shard: -1}\n", 1,

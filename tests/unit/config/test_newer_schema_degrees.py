@@ -140,7 +140,7 @@ def test_one_shard_is_a_copy_on_each_rank():
         ("context_parallel: 2, context_parallel_method: ulysses, ulysses_degree_in_cp: 4", ["ulysses_degree_in_cp ="]),
         ("context_parallel: 8, context_parallel_method: ulysses", ["context_parallel = 8: with Ulysses its ranks must",
                                                                    "the hybrid method with ulysses_degree_in_cp"]),
-        ("disable_gradient_division: False", ["disable_gradient_division = False", "summed over ranks"]),
+        ("disable_gradient_division: False", ["disable_gradient_division = false", "summed over ranks"]),
         ("context_parallel_mask_type: full", ["context_parallel_mask_type = 'full'", "attention is causal"]),
         ("expert_parallel: 2", ["parallelism.expert_parallel = 2: the model has no experts"]),
         ("pipeline_parallel: 8", ["parallelism.pipeline_parallel = 8: the model has 4 layers"]),

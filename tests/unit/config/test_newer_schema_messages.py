@@ -65,12 +65,14 @@ def answer(text: str) -> str:
         (
             "optimizer: {type: AdamW, weight_decay: -1}",
             "optimizer.weight_decay = -1: must be at least 0.\n"
-            "  Fix: weight_decay: Decoupled weight decay, on matrices only if no rule says otherwise. Default 0.01.",
+            "  Fix: write 0 or more; weight_decay: Decoupled weight decay, on matrices only if no rule says otherwise."
+            " Default 0.01.",
         ),
         (
             "checkpoint: {save_interleaved_steps: -3}",
             "checkpoint.save_interleaved_steps = -3: must be at least 0.\n"
-            "  Fix: save_interleaved_steps: Optimizer steps between checkpoints; 0: only at the end. Default 1000.",
+            "  Fix: write 0 or more; save_interleaved_steps: Optimizer steps between checkpoints; 0: only at the end."
+            " Default 1000.",
         ),
         (
             "optimizer: AdamW",
@@ -90,7 +92,7 @@ def test_a_mistake_is_one_problem_in_the_words_of_the_file(keys: str, told: str)
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ("", "None: must be an integer.\n  Fix: write an integer, or leave it out: the default is 1."),
+        ("", "null: must be an integer.\n  Fix: write an integer, or leave it out: the default is 1."),
         (" '8'", "'8': must be an integer.\n  Fix: write 8 without quotes."),
         (" 8.0", "8.0: must be an integer.\n  Fix: write 8."),
         (" 7", "7: must be a multiple of local_batch_size x data_parallel = 2 x 1.\n  Fix: "),
@@ -105,7 +107,7 @@ def test_a_wrong_size_of_a_batch_is_one_problem(value: str, told: str):
     ("old", "new", "told"),
     [
         ("dataloader:", "data_loader:", "a.yaml:5: train_dataset.data_loader: unknown key in train_dataset."),
-        (" {type: TextDataset, dataset_dir: stdlib}", "", "a.yaml:5: train_dataset.dataloader = None: must"),
+        (" {type: TextDataset, dataset_dir: stdlib}", "", "a.yaml:5: train_dataset.dataloader = null: must"),
         ("CPU}", "Ascend}\nlora_config: {target_modules: x}", "a.yaml:2: lora_config.target_modules = 'x'"),
     ],
 )

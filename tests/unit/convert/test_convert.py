@@ -180,15 +180,15 @@ def test_each_shipped_file_of_the_newer_schema_is_converted_and_back(file: Path)
     [
         (OLD + "runner_wrapper: {scale_sense: 1024.0}\n", "runner_wrapper.scale_sense = 1024.0", "would be 1.0"),
         (OLD + "runner_wrapper: {use_clip_grad: True, clip_type: value}\n", "wrapper.clip_type = 'value'", "'norm'"),
-        (OLD + "do_eval: True\neval_dataset: {data_loader: {dataset_dir: stdlib}}\n", "do_eval = True", "be False"),
+        (OLD + "do_eval: True\neval_dataset: {data_loader: {dataset_dir: stdlib}}\n", "do_eval = true", "be false"),
         (OLD + "freeze: {include: ['*embed*']}\n", "freeze.include", "would be"),
         (OLD.replace("steps: 5}", "steps: 5, total_steps: 99}"), "lr_schedule.total_steps = 99", "(learning rate)"),
         (OLD.replace("max_steps: 50", "max_steps: 50, stop_step: 9"), "runner_config.stop_step = 9", "would be 50"),
-        (OLD.replace("stdlib}", "stdlib}\n  packing: whole"), "train_dataset.packing = 'whole'", "would be None"),
+        (OLD.replace("stdlib}", "stdlib}\n  packing: whole"), "train_dataset.packing = 'whole'", "would be null"),
         (of_model(OLD, "pet_config: {lora_a_std: 0.1, target_modules: '.*q_proj'}"),
          "pet_config.target_modules = '.*q_proj'", "12 matrices"),
         (of_model(OLD, "pet_config: {target_modules: '.*o_proj'}"),
-         "lora_a_std = None", "would be 0.01"),
+         "lora_a_std = null", "would be 0.01"),
         (OLD + "parallel: {pipeline_config: {pipeline_scheduler: seqpipe}}\nuse_parallel: True\n"
          "parallel_config: {data_parallel: 2}\n", "pipeline_scheduler = 'seqpipe'", "refuses it: must be 1f1b"),
         (OLD + "run_mode: predict\n", "run_mode = 'predict'", "trainings alone"),
@@ -220,7 +220,7 @@ def test_a_file_says_where_it_comes_from_and_what_its_keys_mean():
     assert "optimizer.betas" in head.partition("their defaults differ:")[2]
     assert "checkpoint.save_path: the folder" in head
     assert "betas: [0.9, 0.999]" in conversion.text and "max_norm: 1.0e+30" in conversion.text
-    assert "log_timers_to_tensorboard False becomes True" in "\n".join(conversion.notes)
+    assert "log_timers_to_tensorboard false becomes true" in "\n".join(conversion.notes)
     assert "# training.steps 20: runner_config.stop_step" in converted(OLD_FILES["stop"], NEWER).text
     assert "# The translation of a.yaml" in converted(NEW, OLDER).text
 

@@ -238,7 +238,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_an_error_whatever_the_text_us
 
 def test_synthetic_data_needs_a_size(tmp_path):
     config = make_config(tmp_path, loader={"type": "SyntheticDataset"})
-    message = refusal(config, "train_dataset.data_loader.num_samples = None: SyntheticDataset needs a number")
+    message = refusal(config, "train_dataset.data_loader.num_samples = null: SyntheticDataset needs a number")
     assert line_of(tmp_path, "SyntheticDataset") in message
 
 

@@ -116,7 +116,7 @@ def test_a_script_is_found_here_or_in_the_repository(tmp_path: Path, monkeypatch
         (["--hang_timeout", "-1"], ["--hang_timeout", "at least 0"]),
         (["--hang_timeout", "inf"], ["--hang_timeout"]),
         (["--hang_timeout", "nan"], ["--hang_timeout"]),
-        (["--join", "maybe"], ["--join", "True or False"]),
+        (["--join", "maybe"], ["--join", "true or false"]),
         (["--script", "absent.py"], ["absent.py", "no such file"]),
     ],
 )

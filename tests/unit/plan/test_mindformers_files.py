@@ -191,7 +191,7 @@ def test_all_problems_are_told_at_once():
     broken = broken.replace('"./parallel.json"}', '"./parallel.json", unknown: 1}')
     with pytest.raises(ConfigErrors) as caught:
         plan_of(broken)
-    for part in ("batch_sise: unknown", "epochs = 'none'", "data_parallel = 'x'", "lr_scale = True", "MindSpore 2.10"):
+    for part in ("batch_sise: unknown", "epochs = 'none'", "data_parallel = 'x'", "lr_scale = true", "MindSpore 2.10"):
         assert part in str(caught.value)
     fixes = [line for line in str(caught.value).splitlines() if line.startswith("  Fix: ")]
     assert len(fixes) == len(caught.value.errors)

@@ -17,6 +17,7 @@ from trainer.config.schema.fields import beside_of
 from trainer.config.schema.model import LATENT_SIZES, ModelConfig, RopeScaling, window_layer_types
 from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.config.schema.system import RecomputeConfig
+from trainer.errors import shorten_repr
 
 BYTE_VOCABULARY = 257
 """Token ids of the byte tokenizer: 256 bytes and the end of a document."""
@@ -111,7 +112,8 @@ def _embedding(config: Config) -> Iterator[ConfigError]:
     untied = decoder.untie_embeddings_and_output_weights
     tied = decoder.tie_word_embeddings
     if untied is not None and untied == tied:
-        rule = f"contradicts tie_word_embeddings = {tied} ({config.source.where(f'{_KEY}.tie_word_embeddings')})"
+        place = config.source.where(f"{_KEY}.tie_word_embeddings")
+        rule = f"contradicts tie_word_embeddings = {shorten_repr(tied)} ({place})"
         yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _ONE)
     if decoder.maps_embedding and decoder.mtp_depth:
         rule = "not yet supported with multi-token prediction modules"

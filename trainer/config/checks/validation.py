@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -15,23 +16,29 @@ from trainer.config.other_models import unsupported_features
 from trainer.config.read.relocate import fields_at
 from trainer.config.schema.fields import fix_of, shape_of, types_of
 from trainer.config.schema.root import Config, ConfigSource
+from trainer.errors import shorten_repr
 
 _KINDS = {
-    "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "bool_type": "True or False",
+    "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "bool_type": "true or false",
     "string_type": "a string", "list_type": "a list", "dict_type": "a section", "model_type": "a section",
     "model_attributes_type": "a section", "none_required": "null", "finite_number": "a finite number",
 }  # fmt: skip
 _DEFAULT = re.compile(r"Default .*$")
 _BOUNDS = {
-    "greater_than": "greater than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
-    "too_short": "a list of at least {min_length} values",
-    "too_long": "a list of at most {max_length} values",
-    "string_too_short": "a string that is not empty",
-    "string_too_long": "a string of at most {max_length} characters",
+    "greater_than": ("greater than {gt}", "a number above {gt}"),
+    "greater_than_equal": ("at least {ge}", "{ge} or more"),
+    "less_than": ("less than {lt}", "a number below {lt}"),
+    "less_than_equal": ("at most {le}", "{le} or less"),
+    "too_short": ("a list of at least {min_length} values", "more values"),
+    "too_long": ("a list of at most {max_length} values", "fewer values"),
+    "string_too_short": ("a string that is not empty", "a text, or leave it out"),
+    "string_too_long": ("a string of at most {max_length} characters", "a shorter one"),
 }
+"""Kinds of errors -> what the value must be, and what to write."""
+_OPEN_BOUNDS = ("greater_than", "less_than")
+"""The bounds that are themselves not allowed, so that an example helps."""
+_SMALL = 0.1
+"""The distance of an example from a bound."""
 
 
 def validate(
@@ -115,14 +122,14 @@ def _problem(path: tuple[str, ...], items: list[Any], source: ConfigSource) -> C
 
 def _rule(items: list[Any], path: tuple[str, ...]) -> str:
     field = _declaration(path)
-    if field is not None and field.annotation is int and field.metadata == [Ge(0), Le(1)]:
+    if field is not None and _is_switch(field):
         return "must be 0 or 1"
     kinds = [_KINDS[item["type"]] for item in items if item["type"] in _KINDS]
     literals = _literals(items)
     if literals:
         return f"must be {one_of(literals + kinds)}"
     bounded = [item for item in items if item["type"] in _BOUNDS]
-    bounds = [_BOUNDS[item["type"]].format(**item["ctx"]).removesuffix(".0") for item in bounded]
+    bounds = [_BOUNDS[item["type"]][0].format(**item["ctx"]).removesuffix(".0") for item in bounded]
     if bounds:
         return f"must be {' and '.join(bounds)}"
     if kinds:
@@ -136,6 +143,10 @@ def _rule(items: list[Any], path: tuple[str, ...]) -> str:
     return "has a value that is not supported here"
 
 
+def _is_switch(field: FieldInfo) -> bool:
+    return field.annotation is int and field.metadata == [Ge(0), Le(1)]
+
+
 def _literals(items: list[Any]) -> list[str]:
     """Returns the values of all literals, from pydantic's text: ``'a', 'b' or 'c'``."""
     expected = (item["ctx"]["expected"].replace(" or ", ", ") for item in items if item["type"] == "literal_error")
@@ -145,12 +156,12 @@ def _literals(items: list[Any]) -> list[str]:
 def _fix(path: tuple[str, ...], items: list[Any], value: Any, source: ConfigSource) -> str:
     types = {item["type"] for item in items}
     names = _literals(items)
+    field = _declaration(path)
+    if names and field is not None and fix_of(field):
+        return fix_of(field)
     if names and isinstance(value, str):
         if path[-2:] == ("arch", "type") and (unlike := unsupported_features(value)):
             return f"use another model; unlike in a Llama, {unlike}"
-        field = _declaration(path)
-        if field is not None and fix_of(field):
-            return fix_of(field)
         guess = nearest(value, names)
         if guess:
             return f"write {guess}"
@@ -162,14 +173,15 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any, source: ConfigSour
             return f"write {bare} without quotes"
         word = value.strip().lower()
         if "bool_type" in types and word in ("yes", "no", "on", "off", "y", "n"):
-            return f"write {word in ('yes', 'on', 'y')}"
+            return f"write {shorten_repr(word in ('yes', 'on', 'y'))}"
     default = source.source_defaults.get(source.name(".".join(path)), ...)
     text = describe(path, default) or "correct the value"
-    field = _declaration(path)
     if field is not None and fix_of(field) and types <= _BOUNDS.keys():
         return fix_of(field)
+    if bounded := [item for item in items if item["type"] in _BOUNDS]:
+        return f"write {_allowed(field, bounded[0], default)}; {text}"
     kinds = [_KINDS.get(item["type"], "") for item in items]
-    if field is None or not set(kinds) <= {"an integer", "a number", "True or False", "a string"}:
+    if field is None or not set(kinds) <= {"an integer", "a number", "true or false", "a string"}:
         return text
     fix = f"write {one_of(list(dict.fromkeys(kinds)))}"
     if default is ...:
@@ -177,6 +189,41 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any, source: ConfigSour
     if isinstance(default, int | float) and not isinstance(default, bool):
         fix += f", for example {default}"
     return f"{fix}; {text}"
+
+
+def _allowed(field: FieldInfo | None, item: Any, default: Any) -> str:
+    """Returns what to write in place of a value out of bounds, with an example where the bound is not one.
+
+    Args:
+        item: Pydantic's error.
+        default: That of the file's schema; ``...``: that of the field.
+    """
+    if field is not None and _is_switch(field):
+        return "0 or 1"
+    kind = item["type"]
+    allowed = _BOUNDS[kind][1].format(**item["ctx"]).replace(".0 ", " ").removesuffix(".0")
+    if kind not in _OPEN_BOUNDS:
+        return allowed
+    if default is ... and field is not None:
+        default = field.default
+    if default is None:
+        return f"{allowed}, or leave it out"
+    if field is not None and _is_within(default, field):
+        example = default
+    elif kind == "greater_than":
+        example = item["ctx"]["gt"] + _SMALL
+    else:
+        example = item["ctx"]["lt"] - _SMALL
+    return f"{allowed}, for example {example:g}"
+
+
+def _is_within(value: Any, field: FieldInfo) -> bool:
+    """Returns whether a value is a number within the bounds of a field."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    names = {Gt: "gt", Ge: "ge", Lt: "lt", Le: "le"}  # also those of the comparisons
+    limits = [(names[type(each)], each) for each in field.metadata if type(each) in names]
+    return all(getattr(operator, name)(value, getattr(limit, name)) for name, limit in limits)
 
 
 def unquoted(text: str) -> str:

@@ -20,7 +20,7 @@ from trainer.config.schema.optimizer import OptimizerConfig
 from trainer.config.schema.root import Config
 
 _KINDS = {
-    "int": "an integer", "float": "a number", "bool": "True or False", "str": "a string", "list": "a list",
+    "int": "an integer", "float": "a number", "bool": "true or false", "str": "a string", "list": "a list",
     "dict": "a section",
 }  # fmt: skip
 

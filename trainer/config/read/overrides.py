@@ -114,7 +114,7 @@ def _apply(root: Table, override: Override, place: SourceLocation, value: Entry)
         elif isinstance(node, Table):
             key, entry, shape = _key(node, key, shape.kinds, place)
         else:
-            rule = f"is a value ({plain(node)!r}), it has no key {key}"
+            rule = f"is a value ({shorten_repr(plain(node))}), it has no key {key}"
             raise UserError(rule, where=place.text, key=path, fix=f"set {path} itself")
         path_keys.append(key)
     return _set(root, ".".join(path_keys), entry, value)

@@ -18,7 +18,7 @@ from trainer.config.schema.fields import Section, aliases_of, fields_by_yaml_nam
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
-from trainer.errors import UserError
+from trainer.errors import UserError, shorten_repr
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
@@ -235,7 +235,7 @@ def merge(first: Entry, second: Entry, key: str) -> Node:
 def disagreement(key: str, first: Entry, second: Entry) -> UserError:
     """Returns the error for a key that has different values in two places."""
     earlier, later = sorted((first, second), key=lambda entry: entry.place.order)
-    rule = f"disagrees with {earlier.place.text}, where the same setting is {plain(earlier.node)!r}"
+    rule = f"disagrees with {earlier.place.text}, where the same setting is {shorten_repr(plain(earlier.node))}"
     fix = "remove one of the two"
     return UserError(rule, where=later.place.text, key=later.place.key or key, value=plain(later.node), fix=fix)
 

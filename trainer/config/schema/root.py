@@ -35,7 +35,7 @@ _PROFILE_KEYS = {
 """Keys of a ProfileMonitor that have another name at the top level."""
 _MODEL = "model.model_config"
 _DOTTED_KEY = re.compile(
-    r"(?<![\w./'\"-])((?=\w*[._])[a-z]\w*(?:\.\w+)*)(?:( = | is | )(True|False|ON|OFF|-?[0-9.]+))?(?![\w/-]|\.\w)"
+    r"(?<![\w./'\"-])((?=\w*[._])[a-z]\w*(?:\.\w+)*)(?:( = | is | )([Tt]rue|[Ff]alse|ON|OFF|-?[0-9.]+))?(?![\w/-]|\.\w)"
 )
 """A key in a text, and its value if that follows."""
 CLASSIFIER = "MlpClassifier"

@@ -152,17 +152,17 @@ def test_a_published_config_json(tmp_path: Path) -> None:
     [
         (dense(qk_rope_head_dim=7), ["qk_rope_head_dim = 7", "rotary embedding", "even number"]),
         (dense(rotary_pct=0.5), ["rotary_pct = 0.5", "qk_rope_head_dim"]),
-        (dense(post_self_attn_layernorm=True), ["post_self_attn_layernorm = True", "not yet supported"]),
+        (dense(post_self_attn_layernorm=True), ["post_self_attn_layernorm = true", "not yet supported"]),
         (dense(pet_config={"target_modules": ".*q_b_proj|.*k_proj|.*wv"}), ["that matches .*k_proj, .*wv", "kv_b"]),
         (dense(pet_config={"target_modules": ".*key"}), ["matches none", "kv_a_proj_with_mqa"]),
         (dense(multi_latent_attention=False), ["q_lora_rank = 12", "requires multi_latent_attention: True"]),
         (dense(q_lora_rank=0), ["q_lora_rank = 0", "at least 1"]),
         (
             deepseek("num_layers: 4", "optimizer: {type: Muon, qk_clip_threshold: 9.0}\nfreeze: {layers: 0}\n"),
-            ["optimizer.qk_clip_enabled = True: not yet supported with adapters or frozen weights"],
+            ["optimizer.qk_clip_enabled = true: not yet supported with adapters or frozen weights"],
         ),
         (deepseek("num_layers: 4", "optimizer: {type: Muon}\ncontext: {mode: 1}\n"), ["supported with context.mode 1"]),
-        ("optimizer: {type: Muon, qk_clip_enabled: True}\n", ["qk_clip_enabled = True: QK-clip scales the heads of"]),
+        ("optimizer: {type: Muon, qk_clip_enabled: True}\n", ["qk_clip_enabled = true: QK-clip scales the heads of"]),
         ("optimizer: {type: Muon, qk_clip_threshold: 100}\n", ["qk_clip_threshold = 100.0: QK-clip scales the head"]),
     ],
 )
@@ -177,7 +177,7 @@ def test_muon_clips_latent_attention_alone_and_not_on_an_ascend() -> None:
     clipped = deepseek("num_layers: 4", muon)
     assert load(clipped).optimizer.qk_clip_enabled and not load(muon).optimizer.qk_clip_enabled
     (refused,) = ascend_problems(load(clipped), Degrees())
-    assert "a.yaml:2: optimizer.qk_clip_enabled = True: an Ascend does not" in str(refused.error)
+    assert "a.yaml:2: optimizer.qk_clip_enabled = true: an Ascend does not" in str(refused.error)
     unclipped = load(clipped.replace("Muon}", "Muon, qk_clip_enabled: False}"))
     assert not list(ascend_problems(unclipped, Degrees()))
     text = dump_config(load(muon))

@@ -43,10 +43,10 @@ def moe(keys: str, more: str = "") -> str:
         (moe("moe_router_load_balancing_type: sinkhorn"), ["'sinkhorn': not yet", "seq_aux_loss"]),
         (moe("moe_router_load_balancing_type: none"), ["'none': contradicts aux_loss_factor", "aux_loss_factor: 0"]),
         (moe("shared_expert_num: 1, moe_mlp_has_bias: True, swiglu_limit: 7"),
-         ["moe_mlp_has_bias = True: not yet supported with shared experts", "swiglu_limit = 7.0: not yet"]),
+         ["moe_mlp_has_bias = true: not yet supported with shared experts", "swiglu_limit = 7.0: not yet"]),
         (moe("use_shared_expert_gating: True"), ["requires shared experts, and the model has none"]),
-        (moe("use_random_expert: True"), ["use_random_expert = True: not yet"]),
-        (moe("").replace("seq_length", "mlp_has_bias: True, seq_length"), ["mlp_has_bias = True: not yet", "experts"]),
+        (moe("use_random_expert: True"), ["use_random_expert = true: not yet"]),
+        (moe("").replace("seq_length", "mlp_has_bias: True, seq_length"), ["mlp_has_bias = true: not yet", "experts"]),
         (moe("").replace("seq_length", "mtp_depth: -1, seq_length"), ["mtp_depth = -1: must be at least 0"]),
         (moe("").replace("seq_length: 32", "mtp_depth: 2, seq_length: 2"), ["mtp_depth = 2: must be less than"]),
         (
@@ -59,7 +59,7 @@ def moe(keys: str, more: str = "") -> str:
         ),
         (
             moe("use_gating_sigmoid: False, scoring_func: sigmoid"),
-            ["moe_config.use_gating_sigmoid = False: contradicts scoring_func = sigmoid (a.yaml:2)"],
+            ["moe_config.use_gating_sigmoid = false: contradicts scoring_func = sigmoid (a.yaml:2)"],
         ),
         (moe("mlp_only_layers: [0, 1, 2, 3]"), ["mlp_only_layers = [0, 1, 2, 3]: leaves no layer with experts"]),
         (
@@ -187,7 +187,7 @@ def test_notes(text: str, told: str) -> None:
 def test_a_flag_that_takes_the_experts_away_is_blamed() -> None:
     flag = "model.model_config.moe_config=null"
     message = error_of(moe("", "model: {arch: {type: MixtralForCausalLM}}\n"), flag)
-    assert "flag --model.model_config.moe_config: model.model_config.moe_config = None: Mixtral" in message
+    assert "flag --model.model_config.moe_config: model.model_config.moe_config = null: Mixtral" in message
     message = error_of(moe("", DROP_RATE % "expert_num: 8"), flag)
     assert "disagrees with model.model_config.moe_config = null (flag --model.model_config.moe_config): a" in message
 

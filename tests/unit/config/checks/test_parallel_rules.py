@@ -65,7 +65,7 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("use_parallel: False\n", ["a.yaml:16: use_parallel = False: the job has 8 ranks", "leave `launch` out"]),
+        ("use_parallel: False\n", ["a.yaml:16: use_parallel = false: the job has 8 ranks", "leave `launch` out"]),
         (
             "parallel_config: {data_parallel: 4}\n",
             ["a.yaml:16: parallel_config.data_parallel = 4: data_parallel 4 needs 4 ranks, but the job has 8",
@@ -97,7 +97,7 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
         (
             "parallel_config: {context_parallel: 2, model_parallel: 4, use_seq_parallel: True}\n"
             "model.model_config.seq_length=12",
-            ["use_seq_parallel = True: the 6 tokens of a micro-batch that a rank has are not divisible by model_paral"],
+            ["use_seq_parallel = true: the 6 tokens of a micro-batch that a rank has are not divisible by model_paral"],
         ),
         ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs at least 2"]),
         (
@@ -232,12 +232,12 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.layers_group=2",
          ["layers_group = 2: the 2 layers that share attention weights must be in one"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\ndo_eval: True\n"
-         "model.model_config.moe_config.expert_num=4", ["do_eval = True: not yet", "with experts in a pipeline"]),
+         "model.model_config.moe_config.expert_num=4", ["do_eval = true: not yet", "with experts in a pipeline"]),
         ("parallel_config: {model_parallel: 8}\n", ["= 8: must divide what it shards: 4 heads, 4 heads of k"]),
         ("parallel_config: {model_parallel: 4, use_seq_parallel: True}\nmodel.model_config.seq_length=7",
-         ["use_seq_parallel = True: the 7 tokens of a micro-batch are not divisible by model_parallel 4"]),
+         ["use_seq_parallel = true: the 7 tokens of a micro-batch are not divisible by model_parallel 4"]),
         ("parallel.comm_fusion={'alltoall': {}}", ["MindSpore fuses allreduce, allgather, reducescatter"]),
-        ("parallel.comm_fusion={'openstate': 1}", ["comm_fusion.openstate = 1: must be True or False"]),
+        ("parallel.comm_fusion={'openstate': 1}", ["comm_fusion.openstate = 1: must be true or false"]),
         ("parallel.comm_fusion={'allreduce': {'mode': 'size'}}", ["allreduce = {'mode': 'size'}: must have the keys"]),
         ("parallel.comm_fusion={'allgather': {'mode': 'index', 'config': [1]}}", ["its mode must be auto or size"]),
         ("parallel.comm_fusion={'allreduce': {'mode': 'auto', 'config': 32}}", ["mode auto takes no config"]),
@@ -265,12 +265,12 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
          "recompute_config: {recompute: True, parallel_optimizer_comm_recompute: True}\n"
          "parallel.enable_parallel_optimizer=True", ["with experts and recomputed blocks in a pipeline: level3"]),
         ("parallel_config: {data_parallel: 8}\nmodel.model_config.attention_sinks=True",
-         ["attention_sinks = True: not yet supported in semi-automatic mode", "parallel.parallel_mode to 0"]),
+         ["attention_sinks = true: not yet supported in semi-automatic mode", "parallel.parallel_mode to 0"]),
         ("parallel_config: {data_parallel: 8}\nmodel.model_config.moe_config.expert_num=4\n"
          "model.model_config.moe_config.swiglu_limit=7.0\nmodel.model_config.moe_config.moe_router_has_bias=True\n"
          "model.model_config.moe_config.moe_mlp_has_bias=True",
          [f"moe_config.{name} = {value}: not yet supported in semi-automatic mode"
-          for name, value in (("moe_mlp_has_bias", True), ("moe_router_has_bias", True), ("swiglu_limit", 7.0))]),
+          for name, value in (("moe_mlp_has_bias", "true"), ("moe_router_has_bias", "true"), ("swiglu_limit", 7.0))]),
         ("optimizer: {type: Muon}\n", ["optimizer.type = 'Muon'", "AdamW or SGD"]),
         ("run_mode: eval\nload_checkpoint: .\n", ["'eval': semi-automatic mode supports train and finetune only"]),
     ],
@@ -334,7 +334,7 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
         ),
         (
             "{pipeline_stage: 2, micro_batch_num: 2}\nparallel: {enable_parallel_optimizer: True}", "mtp_depth: 1",
-            "enable_parallel_optimizer = True: not yet supported on an Ascend with an embedding that two stages",
+            "enable_parallel_optimizer = true: not yet supported on an Ascend with an embedding that two stages",
         ),
         ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "prediction shards a model on CPUs only"),
         ("{model_parallel: 2}\nrun_mode: predict", "", "model_parallel = 2: prediction shards a model on CPUs only"),
@@ -413,7 +413,7 @@ def test_the_threshold_may_stand_in_either_place() -> None:
         ("parallel: {parallel_mode: semi_auto}\n", ["parallel_mode = 'semi_auto'", "write semi_auto_parallel"]),
         ("parallel: {parallel_optimizer_threshold: -1}\n", ["threshold = -1: must be at least 0"]),
         ("parallel_config: {data_parallel: 0}\n", ["data_parallel = 0: must be at least 1"]),
-        ("use_parallel: 1\n", ["use_parallel = 1: must be True or False"]),
+        ("use_parallel: 1\n", ["use_parallel = 1: must be true or false"]),
     ],
 )
 def test_values_of_another_kind_are_errors(text: str, parts: list[str]) -> None:
@@ -474,7 +474,7 @@ def test_averages_of_weights_are_for_explicit_mode_on_cpus(key: str) -> None:
 
 def test_evaluations_of_averages_need_averages() -> None:
     message = run_error("", SINGLE_PROCESS, "use_ema=True", "do_eval=True", "train_dataset.held_out=0.1")
-    assert "use_ema = True: the training keeps no averages of its weights" in message
+    assert "use_ema = true: the training keeps no averages of its weights" in message
     assert "is 0.488 times a mean" in told("optimizer: {type: PmaAdamW, fused_num: 3}\n", SINGLE_PROCESS)
 
 

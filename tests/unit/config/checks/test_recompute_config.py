@@ -86,7 +86,7 @@ def test_older_files_write_it_at_the_top() -> None:
         ("{recompute: [[0, 1], [2]]}", ["recompute = [[0, 1], [2]]: [0, 1] is a list in a list", "such as [0, 4-7]"]),
         ("{select_recompute: [[1]]}", ["select_recompute = [[1]]: [1] is a list in a list"]),
         ("{recompute: 0.5}", ["recompute = 0.5", "must be"]),
-        ("{recompute: {a: 1}}", ["recompute_config.recompute = {'a': 1}", "must be True or False, an integer"]),
+        ("{recompute: {a: 1}}", ["recompute_config.recompute = {'a': 1}", "must be true or false, an integer"]),
         ("{select_recompute: [everything]}", ["'everything' matches no sublayer", "attention or mlp"]),
         ("{select_recompute: {attention: [9]}}", ["select_recompute = ", "there is no layer 9"]),
         ("{select_recompute: [attention, 3]}", ["3 is not the name of a sublayer"]),

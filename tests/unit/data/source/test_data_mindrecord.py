@@ -183,7 +183,7 @@ def test_documents_are_kept_apart_at_the_end_token(tmp_path, files):
         batch = batch_of(tmp_path, files / "tokens.mindrecord", **keys)
         assert batch.segment_ids[0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
         assert batch.positions[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    with pytest.raises(UserError, match="train_dataset.eod_reset = True: documents are separated at the token"):
+    with pytest.raises(UserError, match="train_dataset.eod_reset = true: documents are separated at the token"):
         batch_of(tmp_path, files / "tokens.mindrecord", train={"eod_reset": True})
 
 

@@ -140,7 +140,7 @@ def test_columns_have_the_names_of_the_file():
         ({"messages": [{"role": "bot", "content": "a"}]}, ["messages.0.role = 'bot'", "assistant"]),
         ({"messages": [{"role": ["user"], "content": "a"}]}, ["messages.0.role = ['user']", "assistant"]),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, ["messages.1.content", "empty"]),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, ["messages.1.content = None", "text"]),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, ["messages.1.content = null", "text"]),
         ({"messages": [{"role": "user", "content": ["a"]}]}, ["messages.0.content.0 = 'a'", "a part"]),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["messages.0.content.0", "images"]),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, ["tools = '{'", "JSON"]),
