@@ -84,6 +84,17 @@ def test_an_override_by_another_name_does_not_disagree_with_the_file():
     assert flat.decoder.moe_config.use_gmm
 
 
+def test_an_empty_value_is_no_default():
+    """As `--seed "$SEED"` without the variable gives it."""
+    text = "seed: 3\nload_checkpoint: output\nloss: {type: ipo}\n"
+    for key, rule in [("loss.type", "must be dpo, ipo, "), ("seed", "an integer"), ("do_eval", "true or false")]:
+        assert f"flag --{key}: {key} = '': " in (message := error_of(text, f"{key}=")) and rule in message
+    message = error_of("lr_schedule: {type: ConstantWarmUpLR}\n", "lr_schedule.type=")
+    assert "flag --lr_schedule.type: lr_schedule.type = '': unknown type, which must be ConstantWarmUpLR" in message
+    assert load(text, "load_checkpoint=").load_checkpoint == ""  # a text
+    assert load(text, "loss=").loss is None
+
+
 def test_a_whole_list_or_section_can_be_given():
     config = load(BASE, "callbacks=[{type: MFLossMonitor}]", "lr_schedule={type: CosineAnnealingLR, t_max: 3}")
     assert [callback.type for callback in config.callbacks] == ["MFLossMonitor"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pydantic.fields import FieldInfo
+
 from trainer.config.checks.problem import ConfigError
 from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import (
@@ -164,12 +166,23 @@ def _parse(override: Override, place: SourceLocation, most: int) -> Entry:
         if len(entries) == 1:
             return entries[0]
         return Entry(Items(entries), place)
+    fields = list(fields_at(override.key))
+    kinds = {kind for field in fields for kind in scalar_kinds(field)}
+    if not override.text and _needs_value(fields):
+        return Entry(Scalar(""), place)  # null would remove the key of the file; a message names the flag and the rule
     value = parse_value(override.text, place, override.key, most)
-    kinds = {kind for field in fields_at(override.key) for kind in scalar_kinds(field)}
     is_text = isinstance(value.node, Scalar) and isinstance(value.node.value, (bool, int, float))
     if str in kinds <= {str, list} and is_text:
         return Entry(Scalar(override.text), place)
     return value
+
+
+def _needs_value(fields: Sequence[FieldInfo]) -> bool:
+    """Returns whether no declaration of a key allows text, null, a list or a section: numbers, switches and names."""
+    plain_kinds = {bool, int, float}
+    allowed = {kind for field in fields for kind in scalar_kinds(field, listed=False)}
+    has_values = any(scalar_kinds(field) for field in fields)
+    return has_values and allowed <= plain_kinds and not any(shape_of(field).nullable for field in fields)
 
 
 def is_boolean(key: str) -> bool:

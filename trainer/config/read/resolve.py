@@ -284,7 +284,7 @@ def _typed_section(table: Table, kinds: tuple[type[Section], ...], path: _Path, 
     fix = "write one of these"
     if guess:
         fix = f"you probably mean {guess}"
-    if name:
+    if "type" in entries and name is not None:
         rule = f"unknown type, which must be {one_of(list(by_type))}"
         resolved.problems.append(type_path.problem(rule, fix, name))
     else:

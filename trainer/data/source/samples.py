@@ -385,8 +385,9 @@ def _labelled(fields: _Fields) -> Sample:
         rule = f"the record has no prompt, completion and label, which the loss needs; {fields.names}"
         raise UserError(rule, where=fields.where, fix=_LABELS_FIX)
     label = fields.get("label")
-    if label not in (0, 1):  # True and False are equal to them
-        raise _wrong(fields.where, fields.key("label"), label, "true or false", "write true for a desirable answer")
+    if not isinstance(label, bool):
+        fix = "write true for a desirable answer and false for another, without quotes"
+        raise _wrong(fields.where, fields.key("label"), label, "true or false", fix)
     sample = _completion(fields)
     turns = 0
     if sample.messages is not None:

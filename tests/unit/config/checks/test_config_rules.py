@@ -23,7 +23,7 @@ SIZES = "model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size
         ("runner_config.gradient_accumulation_steps=four", "= 'four': must be an integer"),
         ("runner_config.gradient_accumulation_steps=True", "= true: must be an integer"),
         ("runner_config.gradient_accumulation_steps='4'", "write 4 without quotes"),
-        ("runner_config.gradient_accumulation_steps=", "= None: must be an integer"),
+        ("runner_config.gradient_accumulation_steps=", "= '': must be an integer"),
         ("runner_config.batch_size=1_000", "write 1000 without quotes"),
         ("runner_wrapper.max_grad_norm=0", "= 0: must be greater than 0"),
         ("runner_wrapper.max_grad_norm=-1.0", "= -1.0: must be greater than 0"),

@@ -267,7 +267,7 @@ def test_damaged_labels_are_written_again(tmp_path: Path) -> None:
 def test_labelled_conversations(tmp_path: Path) -> None:
     records = [
         {"prompt": [*EARLIER, {"role": "user", "content": "2 + 2?"}], "completion": [GOOD], "label": True},
-        {"prompt": [USER], "completion": [BAD], "label": 0},
+        {"prompt": [USER], "completion": [BAD], "label": False},
     ]
     template = tmp_path / "short.jinja"
     template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
@@ -285,7 +285,8 @@ LABELLED = {"prompt": "a", "completion": "b", "label": True}
 BAD_LABELLED = [
     ({"prompt": "a", "completion": "b"}, "no prompt, completion and label"),
     (LABELLED | {"label": "yes"}, "it must be true or false"),
-    (LABELLED | {"label": 2}, "it must be true or false"),
+    (LABELLED | {"label": 1}, "it must be true or false"),
+    (LABELLED | {"label": 0.0}, "it must be true or false"),
     (LABELLED | {"completion": " "}, "its content is empty"),
     (LABELLED | {"prompt": [USER]}, "must be two strings or two lists"),
     (LABELLED | {"prompt": [USER], "completion": [USER]}, "no turn of the assistant"),
