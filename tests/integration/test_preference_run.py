@@ -119,6 +119,16 @@ def test_another_first_model_cannot_continue(whole: Path, path: Path, home: Path
               load_checkpoint=first / "checkpoints")  # fmt: skip
 
 
+def test_another_loss_is_told_when_a_run_continues(whole: Path, path: Path) -> None:
+    for flags, told in [
+        ({"loss__beta": 0.2}, "loss.beta 0.5 -> 0.2"),
+        ({"loss__type": "ipo"}, "loss.type dpo -> ipo"),
+        ({"loss__beta": "null"}, "loss.beta 0.5 -> not set"),
+    ]:
+        notes = build_plan(config_of(path, output_dir=whole, resume_training=True, **flags)).notes
+        assert f"differs from the run that made step-{2 * HALF:08d}: {told}" in notes
+
+
 def test_accumulation_equals_one_batch(whole: Path, path: Path, home: Path) -> None:
     once = train(path, output_dir=home / "once", runner_config__batch_size=8,
                  runner_config__gradient_accumulation_steps=1)  # fmt: skip

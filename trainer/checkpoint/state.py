@@ -61,7 +61,7 @@ _BATCH_KEYS = ("batch_size", "gradient_accumulation_steps", "ranks")
 """Keys of a data layout that may change, if a step keeps its sequences; a ramp-up may change, and a note says so."""
 
 # What a step computes. Data and seed belong to the position in the data, which must fit: `data_layout`.
-_SECTIONS = ("lr_schedule", "optimizer", "runner_wrapper", "model")
+_SECTIONS = ("lr_schedule", "optimizer", "runner_wrapper", "model", "loss")
 _KEYS = ("batch_size", "gradient_accumulation_steps", "rampup_batch_size", "epochs", "max_steps")  # of runner_config
 # Keys of the model that only matter for prediction, and batch_size, which runner_config has already.
 _PREDICTION = frozenset(
@@ -509,7 +509,9 @@ def settings_record(config: Config) -> dict[str, Any]:
         if getattr(runner, name) != type(runner).model_fields[name].default:
             record[f"runner_config.{name}"] = getattr(runner, name)
     for name in _SECTIONS:
-        record |= dict(_differing(getattr(config, name), name))
+        section = getattr(config, name)
+        if section is not None:
+            record |= dict(_differing(section, name))
     return record
 
 
