@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer.cli.loading import ConfigFile, Options, load_file, run_config
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.cli.flags import Arguments
@@ -48,6 +49,10 @@ def _eval(
     from trainer.run.chat import checkpoint_config
 
     arguments: Arguments = context.obj
+    if checkpoint is None and arguments.config is None:
+        rule = "eval needs a model: the output folder of a training, one of its checkpoints, or a model folder"
+        fix = "write eval output/quickstart, or eval --config FILE --load_checkpoint output/quickstart"
+        raise UserError(rule, key="CHECKPOINT", fix=fix)
     if checkpoint is None:
         arguments.overrides.append(Override("run_mode", "eval", "eval"))
         loaded = load_file(arguments)

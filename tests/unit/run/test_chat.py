@@ -13,6 +13,7 @@ from config_helpers import BASE, failure
 
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.flags import split_arguments
+from trainer.cli.main import dispatch
 from trainer.config import Config
 from trainer.run import chat
 from trainer.run.chat import COMMANDS, Command, Conversation, checkpoint_config, parse_command
@@ -159,6 +160,11 @@ def test_a_checkpoint_that_is_not_there_or_has_no_configuration(output: Path, tm
     os.rename(output / "config.yaml", output / "other.yaml")
     message = failure(lambda: config_of(output))
     assert "there is no config.yaml of a run beside the checkpoint" in message and "--config FILE" in message
+
+
+def test_an_evaluation_without_a_model_says_what_to_give() -> None:
+    message = failure(lambda: dispatch(["eval", "--tasks", "hellaswag"]))
+    assert "eval needs a model" in message and "eval output/quickstart, or eval --config FILE --load_" in message
 
 
 def test_a_model_folder_needs_no_configuration(output: Path, tmp_path: Path) -> None:

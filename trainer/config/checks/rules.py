@@ -216,6 +216,10 @@ def _tasks(config: Config, world: World) -> Iterator[ConfigError]:
     key = "lm_eval.tasks"
     if config.classifier is not None:
         yield problem(config, key, "asks a language model, and this model is a classifier", "leave it out")
+    elif config.decoder.num_labels is not None:
+        rule = "asks a language model, and a reward model writes no text"
+        fix = "leave it out: the evaluation then has loss and accuracy, and run_mode predict gives scores"
+        yield problem(config, key, rule, fix)
     elif world.size > 1:
         rule = f"runs in one process, and the job has {world.size} ranks"
         yield problem(config, key, rule, "start it without launch")

@@ -362,6 +362,13 @@ def test_modes_need_weights_prompts_and_data():
     preflight(load(BASE, "do_eval=True", "train_dataset.held_out=0.1"))
 
 
+def test_a_reward_model_runs_no_tasks():
+    pairs = ("loss={type: reward}", "run_mode=eval", "load_checkpoint=/", "lm_eval.tasks=hellaswag")
+    message = run_error(BASE, *pairs)
+    assert "lm_eval.tasks = 'hellaswag': asks a language model, and a reward model writes no text" in message
+    assert "install" not in message
+
+
 def test_callbacks_that_act_on_evaluations_need_some():
     held_out = "train_dataset.held_out=0.1"
     best = BASE.replace("type: CheckpointMonitor", "type: CheckpointMonitor\n    keep_best: 1")
