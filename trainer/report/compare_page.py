@@ -14,11 +14,11 @@ from trainer.monitors.files import write_text
 from trainer.report.compare import Comparison, comparison_tables
 from trainer.report.page import MAX_POINTS, assemble_page, round_digits
 from trainer.report.picture import panel_grid, picture_text, style_panels
+from trainer.report.record import loss_title
 
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#65a30d", "#78716c")
 """The colours of the page are in page/style.css, for light and dark."""
-_PANELS = (("loss", "loss (nats a token)"), ("lr", "learning rate"), ("global_norm", "gradient norm"),
-           ("input_tokens_per_second", "tokens/s"))  # fmt: skip
+_PANELS = (("lr", "learning rate"), ("global_norm", "gradient norm"), ("input_tokens_per_second", "tokens/s"))
 _MAX_LEGEND_RUNS = 30  # a legend of more runs would hide the curves
 
 
@@ -33,6 +33,12 @@ class Curve(NamedTuple):
     steps: Sequence[int]
     values: Sequence[float]
     is_eval: bool = False
+
+
+def _panels(comparison: Comparison) -> list[tuple[str, str]]:
+    """Returns the fields that are drawn, with their titles; that of the loss names each kind of loss of the runs."""
+    titles = dict.fromkeys(loss_title(record.config) for record in comparison.records)
+    return [("loss", " / ".join(titles)), *_PANELS]
 
 
 def _field_curves(comparison: Comparison, field: str) -> list[Curve]:
@@ -57,7 +63,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = [picture_text(name) for name in comparison.names]
-    shown = [(title, curves) for field, title in _PANELS if (curves := _field_curves(comparison, field))]
+    shown = [(title, curves) for field, title in _panels(comparison) if (curves := _field_curves(comparison, field))]
     figure, axes = panel_grid(Figure, max(len(shown) - 1, 0))
     FigureCanvasAgg(figure)
     for axis, (title, curves) in zip(axes, shown, strict=False):
@@ -97,7 +103,7 @@ def write_page(comparison: Comparison, path: Path, loss: float | None = None) ->
 def _page_data(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:
     """Returns what the page shows, as plain values."""
     charts: list[dict[str, Any]] = []
-    for field, title in _PANELS:
+    for field, title in _panels(comparison):
         lines = [
             {"run": curve.run, "steps": list(curve.steps), "values": [round_digits(value) for value in curve.values],
              "is_eval": curve.is_eval}

@@ -185,6 +185,17 @@ def test_the_page_needs_nothing_else_and_shows_names_as_text(tmp_path):
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_chart_of_a_loss_names_it(tmp_path):
+    runs = {name: write_run(tmp_path / name, RECORDS, f"loss={{type: {name[:3]}}}") for name in ("dpo", "dpo-2", "kto")}
+    plain = write_run(tmp_path / "plain")
+    for folders, title in (
+        ([runs["dpo"], runs["dpo-2"]], "dpo loss (mean of the pairs)"),
+        ([runs["kto"], plain], "kto loss (mean of the records) / loss (nats a token)"),
+    ):
+        assert dispatch(["compare", *map(str, folders), "--output", str(tmp_path / "out")]) == 0
+        assert f'"title": "{title}"' in (tmp_path / "out" / "compare.html").read_text().replace('":"', '": "')
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 1280])
 def test_a_browser_draws_the_curves_of_all_runs(browser: Browser, tmp_path: Path, width: int) -> None:
