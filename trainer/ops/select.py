@@ -10,6 +10,7 @@ from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto, sha
 from trainer.config.note import Note
 from trainer.config.precision import PART_KEYS, requested_dtype
 from trainer.config.schema.classifier import ClassifierConfig
+from trainer.models.spec.adapters import base_dtype
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.host_library import bfloat16_products
 from trainer.ops.precision import NarrowProducts, PartDtype, Precision, resolve_precision
@@ -235,8 +236,18 @@ def part_dtypes(
         if settings.experts is not None:
             others = {"routed experts": PartDtype("float32", f"a CPU has no {products.dtype} kernels of them")}
         products = PartDtype(f"{products.dtype} ({precision.by})", products.why)
+    of_parameters = {"parameters": parameters}
+    if dtype := base_dtype(settings):
+        why = "base_dtype; decompressed before a product"
+        if dtype == "bfloat16":
+            why = "base_dtype"
+        of_parameters = {
+            "frozen matrices of layers": PartDtype(dtype, why),
+            "frozen embedding and head": PartDtype("bfloat16", "beside a base_dtype"),
+            "adapters and other parameters": parameters,
+        }
     return {
-        "parameters": parameters,
+        **of_parameters,
         "matrix products": products,
         **others,
         "norms": precision.norm,

@@ -231,6 +231,18 @@ def test_flash_attention_follows_the_level() -> None:
     assert not select_kernels(config.decoder, "Ascend")[2].fused  # without the level all is float32
 
 
+def test_what_plan_shows_of_a_base_in_few_bytes() -> None:
+    config = load("model_config: {compute_dtype: float16, pet_config: {lora_rank: 2, base_dtype: nf4}}\n")
+    precision = precision_of(config, "CPU")
+    parts = part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision))
+    assert {name: part.dtype for name, part in list(parts.items())[:4]} == {
+        "frozen matrices of layers": "nf4",
+        "frozen embedding and head": "bfloat16",
+        "adapters and other parameters": "float32",
+        "matrix products": "float16 (emulated)",
+    }
+
+
 def test_what_plan_shows() -> None:
     config = load("amp_level: O2\nmodel_config: {param_init_type: float16}\n")
     precision = resolve_precision(config.decoder, config.amp_level, "CPU")
