@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.schema.model import ModelConfig
     from trainer.data.batches.blend import SourceShare
+    from trainer.data.batches.packing import RecordWeights
     from trainer.plan.division import RankShards, ShardingPlan
     from trainer.plan.pipeline import PipelinePlan
     from trainer.plan.plan import DataPlan, ModelPlan, OptimizerSharding, Plan, StepsPlan
@@ -405,7 +406,7 @@ def _packing_rows(data: DataPlan) -> Rows:
         parts.append(f"{report.dropped:,} dropped")
     if report.bad_records:
         parts.append(f"{format_count(report.bad_records, 'bad records')} skipped")
-    return [("packing", ", ".join(parts)), *data_source_rows(data.sources)]
+    return [("packing", ", ".join(parts)), *record_weight_rows(report.weights), *data_source_rows(data.sources)]
 
 
 def data_source_rows(shares: Sequence[SourceShare]) -> Rows:
@@ -419,6 +420,14 @@ def data_source_rows(shares: Sequence[SourceShare]) -> Rows:
         sequences = format_count(share.epoch_sequences, "sequences")
         rows.append(("source", f"{share.name}: {weight}{sequences} an epoch, {passes}"))
     return rows
+
+
+def record_weight_rows(weights: RecordWeights | None) -> Rows:
+    """Returns a row with the weights of records; none if records have no weights."""
+    if weights is None:
+        return []
+    zeros = f"{weights.zeros:,} of {format_count(weights.records, 'records')} have 0"
+    return [("record weights", f"{weights.least:g} to {weights.most:g}, mean {weights.mean:.4g}; {zeros}")]
 
 
 def format_count(number: int, plural: str) -> str:

@@ -16,9 +16,10 @@ from trainer.data import IGNORE_INDEX, SequenceDataset, Tokenizer, build_eval_da
 from trainer.data.batches.batch import AnyBatch, PairBatch
 from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.loader import epoch_order
+from trainer.data.batches.packing import RecordWeights
 from trainer.data.datasets import EVAL, TRAIN, find_tokenizer
 from trainer.errors import EXIT_OK, UserError
-from trainer.plan.render import data_source_rows, format_count
+from trainer.plan.render import data_source_rows, format_count, record_weight_rows
 from trainer.run.prepare import BuildProgress
 from trainer.tables import Rows, Section, print_sections
 
@@ -60,6 +61,7 @@ class Statistics:
         bad_records: The number of skipped records.
         lengths: Percentiles of a document's tokens before it is truncated.
         sources: The data sources of a blend; empty for a single data source.
+        weights: The weights of the records, if `columns` names them.
     """
 
     packing: str
@@ -74,6 +76,7 @@ class Statistics:
     lengths: dict[str, int]
     tokenizing_tokens_per_second: float | None
     sources: tuple[SourceShare, ...]
+    weights: RecordWeights | None = None
 
 
 class TokenIds:
@@ -203,6 +206,7 @@ def _statistics(dataset: SequenceDataset, tokenizer: Tokenizer | TokenIds) -> St
         truncated=packed.truncated,
         dropped=packed.dropped,
         bad_records=packed.bad_records,
+        weights=packed.weights,
     )
 
 
@@ -308,7 +312,7 @@ def _sections(statistics: Statistics) -> list[Section]:
         rows.append(("bad records", f"{statistics.bad_records:,} skipped"))
     if statistics.tokenizing_tokens_per_second is not None:
         rows.append(("tokenizing", f"{statistics.tokenizing_tokens_per_second:,.0f} tokens/s"))
-    rows += data_source_rows(statistics.sources)
+    rows += [*record_weight_rows(statistics.weights), *data_source_rows(statistics.sources)]
     longest = max(statistics.lengths.values())
     lengths: Rows = [("percentile", "tokens", "")]
     for name, length in statistics.lengths.items():

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -134,10 +135,27 @@ def test_answers_have_names(tmp_path, kind, records, names):
     shown = [{each["text"].removesuffix("<|endoftext|>")[-3:]: each["answer"] for each in row["segments"]}
              for row in found["rows"]]  # fmt: skip
     assert sorted(shown, key=str) == sorted(names, key=str)
+    assert found["statistics"]["samples"] == len(records), "each is two documents"
     printed = run_data(tmp_path).stdout
     for row in names:
         for place, name in enumerate(row.values(), start=1):
             assert f"document {place} of 2, {name}: " in printed
+
+
+@pytest.mark.parametrize("packing", ["whole", "cut"])
+def test_weights_of_records_are_summed_up(tmp_path, packing):
+    weights = [0.5, 0, 2, 0]
+    path = jsonl(tmp_path / "a.jsonl", *({**each, "w": weight} for each, weight in zip(RECORDS, weights, strict=False)))
+    loader = {"type": "JsonlDataset", "columns": {"weight": "w"}}
+    config = make_config(tmp_path, path, loader=loader, model={"seq_length": 64}, train={"packing": packing})
+    found = preview(config, 0, []).statistics
+    assert asdict(found)["weights"] == {"least": 0.0, "most": 2.0, "mean": 0.625, "zeros": 2, "records": 4}
+    told = " ".join(run_data(tmp_path, "--rows", "0").stdout.split())
+    assert "record weights 0 to 2, mean 0.625; 2 of 4 records have 0" in told
+    both = {**loader, "dataset_dir": "", "sources": [{"path": str(path), "weight": 1}] * 2}
+    blended = preview(make_config(tmp_path, loader=both, model={"seq_length": 64}, train={"packing": packing}), 0, [])
+    assert blended.statistics.weights == replace(found.weights, zeros=4, records=8)
+    assert preview(config_of(tmp_path), 0, []).statistics.weights is None
 
 
 def test_padding_is_no_segment(tmp_path):

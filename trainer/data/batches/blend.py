@@ -156,3 +156,18 @@ def _sum_reports(reports: Sequence[PackingReport | None]) -> PackingReport | Non
         dropped=sum(report.dropped for report in packed),
         bad_records=sum(report.bad_records for report in packed),
     )
+        weights=_join_weights([report.weights for report in packed if report.weights is not None]),
+    )
+
+
+def _join_weights(parts: Sequence[RecordWeights]) -> RecordWeights | None:
+    """Combines the weights of the records of several data sets; returns None if there are none."""
+    if not parts:
+        return None
+    records = sum(part.records for part in parts)
+    return RecordWeights(
+        least=min(part.least for part in parts),
+        most=max(part.most for part in parts),
+        mean=sum(part.mean * part.records for part in parts) / records,
+        zeros=sum(part.zeros for part in parts),
+        records=records,

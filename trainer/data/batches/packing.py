@@ -12,16 +12,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from trainer.data.batches.batch import IGNORE_INDEX, AnyBatch, Batch, PairBatch, add_values, padding_batch
+from trainer.data.batches.batch import (
+    IGNORE_INDEX,
+    AnyBatch,
+    Batch,
+    PairBatch,
+    WeightedBatch,
+    add_values,
+    padding_batch,
+)
 from trainer.data.batches.best_fit import best_fit, pack_one_each
 from trainer.data.batches.split import DocumentSpans
 from trainer.data.tokens.token_file import TokenFile
 
 _COUNTED_SEQUENCES = 256
+
+RecordForm: TypeAlias = Literal["chat", "alpaca", "text"]
+"""How records became text: by a chat template, as "### Instruction:" without one, or as they are."""
+
+
+@dataclass(frozen=True)
+class RecordWeights:
+    """The weights of the records of a data set."""
+
+    least: float
+    most: float
+    mean: float
+    zeros: int  # records whose weight is 0
+    records: int
 
 
 @dataclass(frozen=True)
@@ -29,12 +51,13 @@ class PackingReport:
     """The result of packing the documents of a data set."""
 
     packing: str  # whole, cut or none
-    samples: int  # documents in the sequences
+    samples: int  # records in the sequences, each a document, or two that are compared
     sequences: int
     padding: float  # fraction of all positions
     truncated: int = 0  # samples of the section, held-out ones included, that lost their beginning
     dropped: int = 0  # samples of the section that were left out
     bad_records: int = 0  # records of the section that were left out, with data_loader.bad_records: skip
+    weights: RecordWeights | None = None  # of the samples, if `columns` names the weight
 
 
 class SequenceDataset(Protocol):
@@ -47,6 +70,7 @@ class SequenceDataset(Protocol):
     seq_length: int  # tokens of a sequence
     content: str  # identifies the tokens of the data set and their packing
     packing: PackingReport | None = None  # None if nothing is packed
+    record_form: str = ""  # of text: see `RecordForm`
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> AnyBatch:
         """Reads the sequences with these numbers, in this order; raises IndexError if one is out of range."""
@@ -96,6 +120,17 @@ class _TokenFileDataset(SequenceDataset):
         values_BD[row_P, index_within_groups(pieces.counts_B)] = values[documents_P]
         return add_values(batch, self._kind, np.take_along_axis(values_BD, batch.segment_ids, 1))
 
+    def _summarize_weights(self, starts: np.ndarray) -> RecordWeights | None:
+        """Returns the weights of the documents that start there; None if records have no weights."""
+        if self._kind is not WeightedBatch or not len(starts):
+            return None
+        weights = np.zeros(len(starts))
+        if self._token_file.values is not None:
+            documents = np.searchsorted(self._token_file.offsets, starts, side="right") - 1
+            weights = self._token_file.values[documents].astype(np.float64)
+        zeros = len(weights) - int(np.count_nonzero(weights))
+        return RecordWeights(float(weights.min()), float(weights.max()), float(weights.mean()), zeros, len(weights))
+
 
 class TokenDataset(_TokenFileDataset):
     """Running text of a memory-mapped token file, cut into sequences; `batch` reads only what it needs.
@@ -139,8 +174,9 @@ class TokenDataset(_TokenFileDataset):
         if available:
             padding = max(1 - self.num_tokens / (available * seq_length), 0.0)
         self.packing = PackingReport(
-            "cut", self.num_documents, self.num_sequences, padding, bad_records=token_file.meta.num_skipped
-        )
+            "cut", self.num_documents, self.num_sequences, padding, bad_records=token_file.meta.num_skipped,
+            weights=self._summarize_weights(spans.starts),
+        )  # fmt: skip
 
     def count_documents(self) -> DocumentCounts:
         return _count(self._token_file, self._spans)
@@ -213,8 +249,8 @@ class PackedDataset(_TokenFileDataset):
         if self.num_sequences:
             padding = 1 - self.num_tokens / (self.num_sequences * seq_length)
         self.packing = PackingReport(
-            packing, self.num_documents, self.num_sequences, padding, fitted.truncated, fitted.dropped,
-            token_file.meta.num_skipped,
+            packing, len(self._samples), self.num_sequences, padding, fitted.truncated, fitted.dropped,
+            token_file.meta.num_skipped, self._summarize_weights(spans.starts[self._samples]),
         )  # fmt: skip
 
     def count_documents(self) -> DocumentCounts:
