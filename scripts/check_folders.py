@@ -116,7 +116,7 @@ def export(name: str, trainer: str, folder: Path, dtype: str) -> Path:
     """Exports a golden model through run_trainer.py."""
     source, output = write_source(golden_files.load_model_case(name), folder), folder / f"exported-{dtype}"
     config = folder / "config.yaml"
-    config.write_text(f"pretrained_model_dir: {source}\ntrain_dataset: {{tokenizer: {{type: bytes}}}}\n")
+    config.write_text(f"pretrained_model_dir: {source}\ntrain_dataset: {{chat_template: chatml}}\n")
     command = [trainer, str(ROOT / "run_trainer.py"), "export", "--config", str(config), "--output", str(output),
                "--dtype", dtype, "--shard_size", "60KB"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -205,7 +205,7 @@ class AdapterCheck:
         found += difference("the trainer's logits", np.load(output).reshape(theirs.shape), theirs)
         exported = self.folder / "merged"
         flags = ("--adapter", adapters, "--merge", "--output", exported, "--force")
-        flags += ("--train_dataset.tokenizer.type", "bytes")
+        flags += ("--train_dataset.tokenizer.type", "bytes", "--train_dataset.chat_template", "chatml")
         done = self.call("run_trainer.py", "export", "--config", self.config(), *flags)
         if done.returncode:
             return [*found, done.stderr.strip()]

@@ -332,7 +332,9 @@ def numbers_of(path: Path) -> dict[str, np.ndarray]:
 def test_export_of_plain_weights_and_no_file_is_replaced(home: Path, path: Path, base: Path) -> None:
     plain, folder = dense(path, home / "plain"), home / "exported"
     command = ("--config", plain, "--output", folder)
-    assert exported(*command).startswith(f"wrote {folder}/model.safetensors: the weights of {base}")
+    note, told, _ = exported(*command).splitlines()
+    assert note.startswith("note: the folder has no chat template") and note.endswith("wrote its records as text")
+    assert told.startswith(f"wrote {folder}/model.safetensors: the weights of {base}")
     assert_same_bits(safetensors.numpy.load_file(folder / "model.safetensors"), numbers_of(base))
     (folder / "model.safetensors").write_text("of someone")
     code, _, errors = call("export", *command, cwd=home)  # the command as a process of its own
@@ -405,6 +407,45 @@ def test_whole_models_and_adapters_are_not_taken_for_each_other(
     assert "the checkpoint contains a full model, and this run trains adapters" in message
     message = refusal(plain, whole, resume_training=True, load_checkpoint="''")
     assert "the checkpoint contains adapters, and this run trains a full model" in message
+
+
+@pytest.mark.parametrize("names", ["output", "checkpoint", "adapter_id", "other program"])
+def test_an_export_of_adapters_names_both_commands(
+    home: Path, path: Path, whole: Path, base: Path, tmp_path: Path, names: str
+) -> None:
+    folder = whole / "checkpoints" / f"step-{2 * HALF:08d}"
+    flag, given = "--load_checkpoint", whole
+    if names == "checkpoint":
+        given = folder
+    if names == "adapter_id":
+        flag = "--adapter"
+    if names == "other program":
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            shutil.copy(folder / name, tmp_path)
+        given = folder = tmp_path
+    output = home / "both"
+    with pytest.raises(UserError) as error:
+        exported("--config", path, flag, given, "--output", output)
+    assert f"{given}': adapters are exported as part of a model, and {folder} has adapters alone" in str(error.value)
+    merging = f"export --config {path} --load_checkpoint {base} --adapter {given} --merge --output {output}"
+    assert f"Fix: merge them: {merging}; or copy them, as PEFT loads them: cp -r {folder} {output}" in str(error.value)
+    words = merging.split()
+    printed = exported(*words[1:])
+    assert f"wrote {output / 'model.safetensors'}" in printed
+    if names == "other program":
+        assert "nothing says with which one the weights were trained" in printed
+        assert not (output / "chat_template.jinja").exists()
+    else:  # the instructions were trained without a template
+        assert "note:" not in printed and "### Response:" in (output / "chat_template.jinja").read_text()
+    shutil.rmtree(output)
+
+
+def test_an_export_of_the_base_alone_says_so(home: Path, path: Path, whole: Path) -> None:
+    printed = exported("--config", whole / "config.yaml", "--output", home / "base.safetensors")
+    adapters = whole / "checkpoints" / f"step-{2 * HALF:08d}"
+    assert f"note: these are the weights without adapters; --adapter {adapters} --merge adds them\n" in printed
+    with pytest.raises(UserError, match="needs --merge: it compares a model with adapters before and after"):
+        exported("--config", path, "--check", "--output", home / "x")
 
 
 def test_other_targets_are_refused(home: Path, path: Path, whole: Path) -> None:

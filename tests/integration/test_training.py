@@ -61,7 +61,7 @@ def test_a_run_leaves_what_is_promised(first_run: tuple[Path, str, str]) -> None
         "logs/rank-0.log",
         *(f"{checkpoint}/{name}" for name in ("model.safetensors", "optimizer.safetensors", "state.json", "COMPLETE")),
         *(f"{checkpoint}/{name}" for name in ("config.json", "generation_config.json", "special_tokens_map.json")),
-        *(f"{checkpoint}/{name}" for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")),
+        *(f"{checkpoint}/{name}" for name in ("tokenizer.json", "tokenizer_config.json")),
     }
     # The folder is one of Hugging Face: it describes the model that was trained.
     model = parse_config("a.yaml", f"pretrained_model_dir: {folder / checkpoint}\n")

@@ -381,6 +381,15 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
             raise problem(f"the adapters have {name} {text}, {SECTION} says {ours}", f"set pet_config.{name} to {text}")
 
 
+def base_of_adapters(folder: Path) -> str:
+    """Returns the base model that the adapter_config.json of a folder names; empty if it names none."""
+    try:
+        description: AdapterDescription = parse_json(read_saved(folder / CONFIG_FILE), AdapterDescription, CONFIG_FILE)
+    except (OSError, JsonError):
+        return ""
+    return str((description.model_extra or {}).get("base_model_name_or_path") or "")
+
+
 def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
     """Returns the content of PEFT's adapter_config.json; `base` is `load_checkpoint`, which may be empty."""
     adapters = settings.pet_config

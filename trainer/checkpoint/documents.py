@@ -5,12 +5,15 @@ The marker's model is `trainer.storage.marker.Marker`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from trainer.checkpoint.store import STATE, Checkpoint, damaged_checkpoint
+from trainer.checkpoint.store import STATE, Checkpoint, damaged_checkpoint, find_checkpoint, read_checkpoint
+from trainer.data.batches.packing import RecordForm
 from trainer.data.batches.step_sizes import step_sizes
+from trainer.errors import UserError
 from trainer.storage.json_files import Count, JsonError, LenientModel, StrictModel, check_json
 
 _LEVELS = 1 << 20  # of a ramp-up, more than any that was written
@@ -62,6 +65,7 @@ class DataLayout(LenientModel):
     rows: Count | None = None
     drop_remainder: bool | None = None
     rampup_batch_size: list[Count] | None = None
+    record_form: RecordForm | None = None
 
     @model_validator(mode="after")
     def is_consistent(self) -> DataLayout:
@@ -172,6 +176,18 @@ def read_run_state(found: Checkpoint) -> RunState:
         rule = f"{STATE} says step {state.position.step} (position.step), its marker {found.step}"
         raise damaged_checkpoint(found.path, rule)
     return state
+
+
+def record_form_of(path: Path) -> RecordForm | None:
+    """Returns how the training of a checkpoint wrote its records as text; None if nothing says so.
+
+    Args:
+        path: A checkpoint of this trainer, or what holds one; or other weights.
+    """
+    try:
+        return read_run_state(read_checkpoint(find_checkpoint(path), parts=())).data.record_form
+    except UserError:
+        return None
 
 
 def read_base(found: Checkpoint) -> BaseRecord:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config.hugging_face import config_json, saved_class
-from trainer.data.tokens.chat_template import load_chat_template
+from trainer.data.tokens.chat_template import alpaca, load_chat_template
 from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, load_tokenizer
 from trainer.errors import UserError
 from trainer.storage.bfloat16 import as_bfloat16
@@ -28,6 +28,7 @@ from trainer.storage.tensor_file import BFLOAT16, CODES, ArrayOrLazyArray, Tenso
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.schema.model import ModelConfig
+    from trainer.data.batches.packing import RecordForm
     from trainer.data.tokens.chat_template import ChatTemplate
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -45,13 +46,16 @@ _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 Files = dict[str, bytes]
 
 
-def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig | None = None) -> Files:
+def folder_files(
+    config: Config, dtype: str = "float32", settings: ModelConfig | None = None, form: RecordForm | None = None
+) -> Files:
     """Returns the files beside the weights by name; none for a classifier, which transformers does not have.
 
     config.json is left out if no class of transformers computes this model: it would describe another model.
 
     Args:
         settings: The configuration of the saved weights; `config.decoder` by default.
+        form: How their training wrote its records; None if that is not known.
 
     Raises:
         UserError: The tokenizer cannot be read.
@@ -75,7 +79,7 @@ def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig |
     generation = {name: getattr(settings, name) for name in names} | ids
     if tokenizer is None:
         return files | {GENERATION: _json(generation)}
-    template = _template_of(config, tokenizer)
+    template = trained_template(config, tokenizer, form)
     if template is not None and template.turn_end_id is not None:
         generation["eos_token_id"] = _one_or_list([*tokenizer.eos_ids, template.turn_end_id], settings)
     files[GENERATION] = _json(generation)
@@ -158,6 +162,19 @@ def _one_or_list(tokens: Iterable[int], settings: ModelConfig) -> int | list[int
         return ids
     if ids:
         return ids[0]
+    return None
+
+
+def trained_template(config: Config, tokenizer: Tokenizer, form: RecordForm | None) -> ChatTemplate | None:
+    """Returns the chat template of the tokenizer or the YAML, or else what a training used without one.
+
+    None if it used none, or if that is not known: another template would ask the model in a form that it never saw.
+    """
+    template = _template_of(config, tokenizer)
+    if template is None or template.is_given or form == "chat":
+        return template
+    if form == "alpaca":
+        return alpaca(tokenizer)
     return None
 
 

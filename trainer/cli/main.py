@@ -401,7 +401,7 @@ def _export(
     adapter: Annotated[str | None, typer.Option(help="The adapters: --adapter_id.", metavar="PATH")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters into the weights.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare logits before and after the merge; loads MindSpore.")
+        bool, typer.Option("--check", help="--merge: compare logits before and after it; loads MindSpore.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.", metavar="NAME")] = "float32",
@@ -429,8 +429,8 @@ def _export(
     if dtype not in DTYPES:
         raise UserError("no such dtype", key="--dtype", value=dtype, fix=f"write one of {', '.join(DTYPES)}")
     if check and not merge:
-        fix = "add --adapter output/checkpoints --merge"
-        raise UserError("compares a model before and after a merge", key="--check", fix=fix)
+        rule = "needs --merge: it compares a model with adapters before and after their merge"
+        raise UserError(rule, key="--check", fix="add --adapter output/lora --merge, or leave it out")
     size = parse_size(shard_size)
     config_ = load_file(arguments)
     path = user_path(output, "flag --output")

@@ -14,6 +14,7 @@ from trainer.data.batches.blend import BlendedDataset
 from trainer.data.batches.packing import (
     FittedSpans,
     PackedDataset,
+    RecordForm,
     SequenceDataset,
     TokenDataset,
     pairs_of_documents,
@@ -22,6 +23,7 @@ from trainer.data.batches.packing import (
 from trainer.data.batches.split import DocumentSpans
 from trainer.data.source.files import RECORDS, DataSource
 from trainer.data.source.find import find_sources
+from trainer.data.source.samples import SkippedRecords, read_samples
 from trainer.data.source.synthetic import SyntheticDataset
 from trainer.data.tokens.cache import OnNote, find_token_file
 from trainer.data.tokens.chat_template import load_chat_template, resolve_train_on
@@ -97,10 +99,12 @@ def data_layout(config: Config, data: SequenceDataset, ranks: int) -> dict[str, 
     """Returns the settings that decide what a position in the training data means."""
     train = config.train_dataset
     runner = config.runner_config
-    rampup = {}
+    optional: dict[str, Any] = {}
     if runner.rampup_batch_size is not None:
-        rampup["rampup_batch_size"] = runner.rampup_batch_size
-    return rampup | {
+        optional["rampup_batch_size"] = runner.rampup_batch_size
+    if getattr(data, "record_form", ""):
+        optional["record_form"] = data.record_form
+    return optional | {
         "seed": config.seed,
         "batch_size": runner.batch_size,
         "gradient_accumulation_steps": runner.gradient_accumulation_steps,
@@ -152,9 +156,24 @@ def _build_section(
     opened = open_token_files(config, section, progress, note)
     if len(opened) == 1:
         source, _, file = opened[0]
-        return _build_source(config, section, source, file, loader.num_samples, note)
-    built = [_build_source(config, section, source, file, None, note) for source, _, file in opened]
-    return _blend(config, section, [(source, weight) for source, weight, _ in opened], built, note)
+        parts = _build_source(config, section, source, file, loader.num_samples, note)
+    else:
+        built = [_build_source(config, section, source, file, None, note) for source, _, file in opened]
+        parts = _blend(config, section, [(source, weight) for source, weight, _ in opened], built, note)
+    parts[0].record_form = _record_form([(source, file) for source, _, file in opened])
+    return parts
+
+
+def _record_form(opened: Sequence[tuple[DataSource, TokenFile]]) -> RecordForm:
+    """Returns how the records of token files became text; the first record of a file stands for all without a chat."""
+    if any(file.meta.num_rendered for _, file in opened):
+        return "chat"
+    for source, file in opened:
+        if file.meta.num_conversations:
+            first = next(read_samples(source, SkippedRecords()), None)
+            if first is not None and first[0].messages is not None and first[0].text:
+                return "alpaca"
+    return "text"
 
 
 def open_token_files(

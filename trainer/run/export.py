@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.checkpoint.adapters import load_initial_weights, merge_adapters
+from trainer.checkpoint.adapters import PART, base_of_adapters, load_initial_weights, merge_adapters
+from trainer.checkpoint.documents import record_form_of
 from trainer.checkpoint.hugging_face import (
     CONFIG,
     INDEX,
@@ -23,8 +24,10 @@ from trainer.checkpoint.hugging_face import (
     score_padding,
     split_into_files,
     tokenizer_of,
+    trained_template,
     write_weights,
 )
+from trainer.checkpoint.store import find_checkpoint
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import module_layers
 from trainer.config.families import FAMILIES
@@ -39,9 +42,11 @@ from trainer.storage.tensor_file import ArrayOrLazyArray
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.data.batches.packing import RecordForm
 
 SHARD_BYTES = 5_000_000_000
 _SUFFIX = ".safetensors"
+_ADAPTERS = f"{PART}.safetensors"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -114,7 +119,9 @@ def export(
         folder = output.parent
     else:
         files = split_into_files(weights, shard_bytes, dtype)
-        other_files = folder_files(config, dtype, settings)
+        form = record_form_of(Path(config.adapter_id or config.load_checkpoint).expanduser())
+        other_files = folder_files(config, dtype, settings, form)
+        notes += _template_notes(config, form)
     if len(files) > 1:
         other_files[INDEX] = index_json(files, weights, dtype)
     make_folder(folder)
@@ -159,6 +166,9 @@ def _load_weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], s
             adapters = f"the moving averages of {adapters}"
         description = f"{base} with {adapters} merged in, times {factor}"
         return merge_adapters(weights, config.decoder), description, notes
+    if config.has_adapters:
+        trained = find_adapters(config.output_dir) or "DIR"
+        notes.append(f"these are the weights without adapters; --adapter {trained} --merge adds them")
     used = {name: weights[name] for name in parameter_shapes(config.network) if name in weights}
     return used, f"the {which} of {config.load_checkpoint}", notes
 
@@ -196,6 +206,17 @@ def _check_score(config: Config, saved_as: str) -> None:
         )  # fmt: skip
 
 
+def _template_notes(config: Config, form: RecordForm | None) -> Iterator[str]:
+    """Yields a note if the folder has a tokenizer without a chat template."""
+    tokenizer = tokenizer_of(config)
+    if config.classifier is not None or tokenizer is None or trained_template(config, tokenizer, form) is not None:
+        return
+    reason = "nothing says with which one the weights were trained; train_dataset.chat_template names it"
+    if form == "text":
+        reason = "the training wrote its records as text"
+    yield f"the folder has no chat template: the tokenizer has none, and {reason}"
+
+
 def _class_notes(config: Config, weights: Mapping[str, np.ndarray]) -> Iterator[str]:
     """Yields notes about the class under which a folder is saved."""
     kind = saved_class(config.decoder, config.model.arch.type)
@@ -216,16 +237,54 @@ def _check(config: Config, output: Path, merge: bool, force: bool) -> None:
         raise UserError(
             "there are no adapters to merge", key="--merge", fix="name them: --adapter output/checkpoints"
         )
-    if config.adapter_id and not merge:
-        raise UserError(
-            "adapters are exported only as part of the model",
-            where=where("adapter_id"), key="adapter_id", value=config.adapter_id,
-            fix="add --merge; their own file for PEFT is adapter_model.safetensors in their checkpoint",
-        )  # fmt: skip
+    for key in ("load_checkpoint", "adapter_id"):
+        name = getattr(config, key) or ""
+        folder = find_adapters(name)
+        if folder is not None and (key == "load_checkpoint" or not merge):
+            raise UserError(
+                f"adapters are exported as part of a model, and {folder} has adapters alone",
+                where=where(key), key=key, value=name, fix=_export_commands(config, name, folder, output),
+            )  # fmt: skip
     if not merge and not config.load_checkpoint:
         fix = "give --load_checkpoint output/checkpoints"
         raise UserError("export needs weights", where=where("load_checkpoint"), key="load_checkpoint", fix=fix)
     check_output(output, force)
+
+
+def find_adapters(name: str) -> Path | None:
+    """Returns the folder with the adapters that a path names; None for a path of other weights, or without weights.
+
+    Args:
+        name: A checkpoint, a folder of checkpoints, the output folder that has them, or a folder of PEFT.
+    """
+    path = Path(name).expanduser()
+    if not name or not path.is_dir():
+        return None
+    if not (path / _ADAPTERS).is_file():
+        try:
+            path = find_checkpoint(path)
+        except UserError:
+            return None
+    if (path / _ADAPTERS).is_file():
+        return path
+    return None
+
+
+def _export_commands(config: Config, name: str, folder: Path, output: Path) -> str:
+    """Returns the commands that export adapters: merged into their base model, and alone.
+
+    Args:
+        name: What the user called the adapters.
+        folder: Where they are.
+    """
+    base = config.load_checkpoint
+    if not base or base == name:
+        base = base_of_adapters(folder)
+    weights = ""
+    if base:
+        weights = f" --load_checkpoint {base}"
+    command = f"export --config {config.source.path}{weights} --adapter {name} --merge --output {output}"
+    return f"merge them: {command}; or copy them, as PEFT loads them: cp -r {folder} {output.with_suffix('')}"
 
 
 def check_output(output: Path, force: bool) -> None:

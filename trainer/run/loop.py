@@ -134,7 +134,7 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
         base = base_record(config, weights or {}, shard_specs)
     files: Mapping[str, bytes] = {}
     if world.rank == 0 and base is None:
-        files = folder_files(config)
+        files = folder_files(config, form=prepared.layout.get("record_form"))
     sampler = None
     if samples_text(config, world, plan.device):
         sampler = Sampler(config)

@@ -27,7 +27,10 @@ from trainer.cli.main import dispatch
 from trainer.config import config_notes, parse_config
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, config_json, saved_class
+from trainer.data.source.records import Record, raise_error
+from trainer.data.source.samples import to_sample
 from trainer.data.tokens.chat_template import load_chat_template
+from trainer.data.tokens.encode import encode_samples
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.models.spec.shapes import all_shapes, parameter_shapes
 from trainer.run.export import export
@@ -163,7 +166,7 @@ def test_the_byte_tokenizer_is_a_tokenizer_json(tmp_path: Path) -> None:
     import tokenizers
 
     config = load(f"model_config: {{{SIZES}}}\ntrain_dataset: {{data_loader: {{dataset_dir: stdlib}}}}\n")
-    files = folder_files(config)
+    files = folder_files(config, form="chat")
     theirs, ours = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"]), ByteTokenizer()
     for text in TEXTS:
         assert theirs.encode(text).ids == ours.encode(text)
@@ -183,6 +186,24 @@ def test_the_byte_tokenizer_is_a_tokenizer_json(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and texts[0].endswith("Yes<|endoftext|>")
     assert folder_files(again)["config.json"] == files["config.json"]
     assert folder_files(again)["tokenizer.json"] == files["tokenizer.json"]
+
+
+def test_a_folder_asks_as_the_training_did(tmp_path: Path) -> None:
+    config = load(f"model_config: {{{SIZES}}}\ntrain_dataset: {{data_loader: {{dataset_dir: stdlib}}}}\n")
+    for form in ("text", None):
+        files = folder_files(config, form=form)
+        assert "chat_template.jinja" not in files and "chat_template" not in json.loads(files["tokenizer_config.json"])
+    for name, content in folder_files(config, form="alpaca").items():
+        (tmp_path / name).write_bytes(content)
+    again = load_folder(tmp_path)
+    template = load_chat_template(again, "train_dataset", load_tokenizer(again))
+    record = Record({"instruction": "Say yes.", "output": "Yes"}, "a.jsonl:1", 0)
+    sample = to_sample(record, {})
+    tokenizer = load_tokenizer(config)
+    plain = load_chat_template(config, "train_dataset", tokenizer)
+    trained = next(encode_samples([(sample, 0)], tokenizer, plain, "assistant", 1, raise_error)).tokens
+    assert load_tokenizer(again).encode(template.render(sample.messages)) == trained.tolist()
+    assert template.render(sample.messages[:1], add_generation_prompt=True) == sample.prompt
 
 
 def test_the_files_of_a_tokenizer_are_copied(tmp_path: Path) -> None:

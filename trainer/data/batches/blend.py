@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.data.batches.batch import AnyBatch, concatenate
-from trainer.data.batches.packing import DocumentCounts, PackingReport, SequenceDataset, checked_indices
+from trainer.data.batches.packing import DocumentCounts, PackingReport, RecordWeights, SequenceDataset, checked_indices
 from trainer.data.rng import Stream, random_order
 
 
@@ -59,6 +59,7 @@ class BlendedDataset:
             counts = largest_remainders(weights, self.num_sequences)
             share_weights = list(weights)
         self.is_weighted = weights is not None
+        self.record_form = ""
         shares = []
         for name, weight, size, count, dataset in zip(names, share_weights, sizes, counts, datasets, strict=True):
             passes = 0.0
@@ -155,7 +156,6 @@ def _sum_reports(reports: Sequence[PackingReport | None]) -> PackingReport | Non
         truncated=sum(report.truncated for report in packed),
         dropped=sum(report.dropped for report in packed),
         bad_records=sum(report.bad_records for report in packed),
-    )
         weights=_join_weights([report.weights for report in packed if report.weights is not None]),
     )
 
@@ -171,3 +171,4 @@ def _join_weights(parts: Sequence[RecordWeights]) -> RecordWeights | None:
         mean=sum(part.mean * part.records for part in parts) / records,
         zeros=sum(part.zeros for part in parts),
         records=records,
+    )

@@ -306,6 +306,13 @@ def chatml(tokenizer: Tokenizer) -> ChatTemplate:
     return _build(_chatml_source(tokenizer), tokenizer)
 
 
+def alpaca(tokenizer: Tokenizer) -> ChatTemplate:
+    """Builds the template that writes an instruction as a training writes it that has no template."""
+    path = TEMPLATES / "alpaca.jinja"
+    text = "{{- bos }}{%- set eos_token = eos %}" + path.read_text(encoding="utf-8")
+    return _build(_TemplateSource({_DEFAULT: text}, "Alpaca's form", str(path), False), tokenizer)
+
+
 def resolve_train_on(config: Config, section: str) -> str:
     """Returns the value of ``train_on`` for a section; by default it is that of ``train_dataset``."""
     return getattr(config, section).train_on or config.train_dataset.train_on or ASSISTANT
@@ -361,7 +368,7 @@ def _notes(template: ChatTemplate, form: TurnFormat, tokenizer: Tokenizer) -> li
         text = ""
         if split:
             text = f" ({split} are ordinary text for this tokenizer)"
-        name = f"conversations are written as ChatML{text}"
+        name = f"conversations are written as {template.name}{text}"
         notes.append(f"Neither the tokenizer nor the YAML has a chat template: {name}.")
     elif split:
         notes.append(f"Markers of the chat template are not tokens of the tokenizer but ordinary text: {split}.")
