@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from trainer.config import Config
 from trainer.config.schema.data import HuggingFaceLoader, MegatronLoader, SftLoader
+from trainer.config.schema.runner import LossConfig
 from trainer.data.source.compression import open_content
 from trainer.data.source.files import RECORDS
 from trainer.data.source.find import find_sources, record_columns
@@ -30,6 +31,10 @@ _FIRST_BYTES = 1 << 20
 _FIRST_RECORDS = 500
 _WORDS = "the cat sat on a mat and saw dogs run over hills while rain fell down for an hour".split()
 _FORMS = ("messages", "conversations", "instruction", "prompt", "text")
+_OTHER_FIELDS = {"input": "", "system": "", "history": [], "margin": 0.5, "weight": 1.0}
+"""Values of fields that `columns` may name beside those of a form; others are null."""
+_BYTES_A_TOKEN = {"bytes": 2, "huggingface": 8}
+"""More than the bytes of a token of the synthetic text, so that there are enough sequences."""
 
 
 def write_synthetic_data(config: Config, section: str) -> None:
@@ -53,9 +58,11 @@ def write_synthetic_data(config: Config, section: str) -> None:
         rows = loader.num_samples or 1
         for path in _text_files(loader):
             _folder(path)
-            texts = _records(config, section, rows, draw)
+            tokenizers = {config.train_dataset.tokenizer.type, getattr(config, section).tokenizer.type}
+            needed = (rows + 2) * config.decoder.seq_length * max(_BYTES_A_TOKEN[name] for name in tokenizers)
+            texts = _records(config, section, rows, needed, draw)
             if path.suffix == ".txt":
-                texts = _texts(config, rows, draw)
+                texts = _texts(needed, draw)
             path.write_text("".join(texts), encoding="utf-8")
 
 
@@ -167,22 +174,26 @@ def _sentence(draw: random.Random, words: int) -> str:
     return " ".join(draw.choices(_WORDS, k=words))
 
 
-def _texts(config: Config, rows: int, draw: random.Random) -> Iterator[str]:
-    """Yields text of twice as many bytes as the sequences have tokens."""
+def _texts(needed_bytes: int, draw: random.Random) -> Iterator[str]:
+    """Yields lines of text."""
     size = 0
-    while size < 2 * (rows + 2) * config.decoder.seq_length:
+    while size < needed_bytes:
         line = _sentence(draw, 12) + "\n"
         size += len(line)
         yield line
 
 
-def _records(config: Config, section: str, rows: int, draw: random.Random) -> Iterator[str]:
-    """Yields JSON lines in the form that the section's keys describe."""
+def _records(config: Config, section: str, rows: int, needed_bytes: int, draw: random.Random) -> Iterator[str]:
+    """Yields JSON lines in the form that the section's keys and the loss describe."""
     form = _form(config, section)
     columns = _column_names(getattr(config, section).data_loader)
-    for _ in range(4 * rows + 16):
+    size = 0
+    for number in itertools.count():
+        if number >= 4 * rows + 16 and size >= needed_bytes:
+            return
         question = _sentence(draw, 6)
         answer = _sentence(draw, draw.randint(4, 12))
+        size += len(question) + len(answer)
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
         forms: dict[str, dict[str, Any]] = {
@@ -192,8 +203,39 @@ def _records(config: Config, section: str, rows: int, draw: random.Random) -> It
             "prompt": {"prompt": question, "completion": answer},
             "text": {"text": f"{question} {answer}"},
         }
-        record = {columns.get(name, name): value for name, value in forms[form].items()}
+        fields = forms[form]
+        if config.loss is not None:
+            fields = _answers(config.loss, form, columns, question, answer, f"{_sentence(draw, 4)} instead")
+        record = {columns.get(name, name): value for name, value in fields.items()}
+        for name, column in columns.items():
+            record.setdefault(column, _OTHER_FIELDS.get(name))
         yield json.dumps(record) + "\n"
+
+
+def _answers(
+    loss: LossConfig, form: str, columns: Mapping[str, str], question: str, answer: str, other: str
+) -> dict[str, Any]:
+    """Returns a record of answers that a loss compares or judges: two of them, or one with a label.
+
+    Args:
+        form: That of a record without this loss.
+        columns: Our names of fields -> the columns of the file.
+        other: Another answer.
+    """
+    prompt: dict[str, Any] = {"prompt": f"{question} "}
+    answers: list[Any] = [answer, other]
+    if form in ("messages", "conversations"):
+        name = "prompt"
+        if form in columns and loss.answers != "labels":
+            name = form
+        prompt = {name: [{"role": "user", "content": question}]}
+        answers = [[{"role": "assistant", "content": text}] for text in answers]
+    elif form == "instruction" and loss.answers != "labels":
+        prompt = {"instruction": question, "input": ""}
+    if loss.answers == "labels":
+        is_desirable = len(question) % 2 == 0
+        return {**prompt, "completion": answers[not is_desirable], "label": is_desirable}
+    return {**prompt, "chosen": answers[0], "rejected": answers[1]}
 
 
 def _column_names(loader: Any) -> dict[str, str]:

@@ -66,6 +66,28 @@ def test_records_have_the_form_that_the_file_reads(tmp_path, loader, mode, form)
     assert form_of(text, tmp_path) == form
 
 
+@pytest.mark.parametrize(
+    ("loss", "keys", "columns", "form"),
+    [
+        ("dpo", "", "", "prompt chosen rejected"),
+        ("simpo", "chat_template: alpaca, ", "", "prompt chosen rejected"),
+        ("orpo", "", "instruction: q, chosen: good, rejected: bad", "q input good bad"),
+        ("reward", "", "messages: talk, margin: by", "talk chosen rejected by"),
+        ("kto", "", "", "prompt completion label"),
+        ("kto", "chat_template: alpaca, ", "prompt: q, tools: functions", "q completion label functions"),
+    ],
+)
+def test_a_loss_of_preferences_has_its_records(tmp_path, loss, keys, columns, form):
+    loader = f"{{type: JsonlDataset, dataset_dir: /nowhere/a.jsonl, columns: {{{columns}}}}}"
+    text = f"{MODEL.replace('64}', '2048}')}loss: {{type: {loss}}}\ntrain_dataset: {{{keys}data_loader: {loader}}}\n"
+    assert form_of(text, tmp_path) == form
+
+
+def test_named_columns_are_there(tmp_path):
+    loader = "{type: JsonlDataset, dataset_dir: /nowhere/a.jsonl, columns: {weight: w, messages: m, tools: t}}"
+    assert form_of(f"{MODEL}train_dataset: {{data_loader: {loader}}}\n", tmp_path) == "m w t"
+
+
 def test_instructions_and_a_handler_s_tokenizer(tmp_path):
     assert form_of(ALPACA, tmp_path) == "instruction input output"
 
