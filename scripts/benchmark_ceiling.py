@@ -12,7 +12,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trainer.arrays.memory import host_threads, row_blocks  # noqa: E402
-from trainer.arrays.onednn import operators  # noqa: E402
+from trainer.arrays.operators import operators  # noqa: E402
 
 _ROWS, _WIDTH, _TRIALS = 256, 1024, 8
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from trainer.arrays import memory, onednn, tiles
+from trainer.arrays import memory, operators, tiles
 from trainer.arrays.attention import blocks, positions
 from trainer.arrays.moe import experts
 from trainer.arrays.vocabulary import head
@@ -33,6 +33,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test with MindSpore's library and without it."""
     if request.param == "numpy":
-        monkeypatch.setattr(onednn, "library", lambda: None)
-        monkeypatch.setattr(onednn, "_THREAD", threading.local())
+        monkeypatch.setattr(operators, "library", lambda: None)
+        monkeypatch.setattr(operators, "_THREAD", threading.local())
     return request.param

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.arrays import onednn
+from trainer.arrays.numpy_operators import NumpyOperators
+from trainer.arrays.onednn import OneDnnOperators
 
 
 def product_counts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], int]:
     """Returns what counts the products of a run; parts of one product, which several threads take, count each."""
     counted: list[int] = []
-    for kind in (onednn.OneDnnOperators, onednn.NumpyOperators):
+    for kind in (OneDnnOperators, NumpyOperators):
 
         def multiply(self: object, *arguments: object, plain: Callable = kind.matmul) -> None:
             counted.append(1)

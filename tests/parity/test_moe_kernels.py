@@ -21,7 +21,7 @@ from tolerances import FLOAT16_TWICE, rounding_limit
 
 from trainer.arrays import memory
 from trainer.arrays.moe import experts as native_experts
-from trainer.arrays.onednn import NumpyOperators
+from trainer.arrays.numpy_operators import NumpyOperators
 from trainer.arrays.tiles import Scratch
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig

@@ -26,8 +26,9 @@ from tolerances import (
     rounding_limit,
 )
 
-from trainer.arrays import onednn
+from trainer.arrays import onednn, operators
 from trainer.arrays.memory import narrow_weight
+from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.data import Batch
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
@@ -48,7 +49,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes as on a processor without vector instructions for bfloat16."""
     monkeypatch.setattr(onednn, "bfloat16_products", lambda: "emulated")
     monkeypatch.setattr(onednn, "has_avx512", lambda: False)
-    monkeypatch.setattr(onednn, "_THREAD", threading.local())
+    monkeypatch.setattr(operators, "_THREAD", threading.local())
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -67,10 +68,10 @@ def test_casts_round_to_nearest_even_and_keep_what_is_no_number() -> None:
     x = numbers(40, 33)
     x[0, :6] = 1 + 2.0**-8, 1 + 3 * 2.0**-8, np.nan, np.inf, -np.inf, 3.4e38
     x[0, 6] = np.uint32(0x7F800001).view(np.float32)  # NaN whose upper half is infinity
-    narrow, wide = np.empty(x.shape, onednn.BFLOAT16), np.empty_like(x)
-    onednn.operators().cast(x, narrow)
+    narrow, wide = np.empty(x.shape, BFLOAT16), np.empty_like(x)
+    operators.operators().cast(x, narrow)
     np.testing.assert_array_equal(as_float32(narrow), as_float32(as_bfloat16(x)))
-    onednn.operators().cast(narrow, wide)
+    operators.operators().cast(narrow, wide)
     np.testing.assert_array_equal(wide, as_float32(narrow))
     assert wide[0, :2].tolist() == [1, 1 + 2.0**-6] and np.isnan(wide[0, [2, 6]]).all()
     np.testing.assert_array_equal(narrow_weight(x), narrow)
@@ -96,7 +97,7 @@ def test_products(left: tuple, right: tuple, way: str, mode: str, request: pytes
         b = np.ascontiguousarray(b.swapaxes(-1, -2)).swapaxes(-1, -2)
     if way == "columns":
         a, b = (np.concatenate((one, one), -1)[..., : one.shape[-1]] for one in (a, b))
-    run, wide_a, wide_b = onednn.operators(), *(as_float32(one).astype(np.float64) for one in (a, b))
+    run, wide_a, wide_b = operators.operators(), *(as_float32(one).astype(np.float64) for one in (a, b))
     right, size = wide_a @ wide_b, np.abs(wide_a) @ np.abs(wide_b)
     limit = rounding_limit(a.shape[-1]) * size
     out = np.full(right.shape, 7, np.float32)
@@ -104,7 +105,7 @@ def test_products(left: tuple, right: tuple, way: str, mode: str, request: pytes
     assert (np.abs(out - right) < limit).all()
     run.matmul(a, b, out, True)
     assert (np.abs(out - 2 * right) < 2 * limit).all()
-    narrow = np.zeros(right.shape, onednn.BFLOAT16)
+    narrow = np.zeros(right.shape, BFLOAT16)
     run.matmul(a, b, narrow)
     assert (np.abs(as_float32(narrow) - right) <= limit + U_BFLOAT16 * np.abs(right)).all()
     assert np.abs(as_float32(narrow) - right).max() > U_BFLOAT16 / 16 * np.abs(right).max()

@@ -37,11 +37,12 @@ from numpy_kernels import distance
 from tiny_trainer import TinyTrainer, assert_same_bits, make_batch, shared_trainer
 from tolerances import decoder_limits, rounding_limit
 
-from trainer.arrays import memory, onednn, tiles
+from trainer.arrays import memory, operators, tiles
 from trainer.arrays.attention import sublayer as attention
 from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe import experts
+from trainer.arrays.numpy_operators import NUMPY_OPERATORS
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.arrays.vocabulary import head
 from trainer.arrays.vocabulary.embedding import CpuEmbedding, CpuMapping, CpuMerge
@@ -543,9 +544,9 @@ def test_a_training_without_the_library_is_the_same_but_for_rounding(monkeypatch
         return [step([batch]).loss for batch in batches], trainer.weights()
 
     losses, weights = trained()
-    monkeypatch.setattr(onednn, "library", lambda: None)
-    monkeypatch.setattr(onednn, "_THREAD", threading.local())
-    assert isinstance(onednn.operators(), onednn.NumpyOperators)
+    monkeypatch.setattr(operators, "library", lambda: None)
+    monkeypatch.setattr(operators, "_THREAD", threading.local())
+    assert operators.operators() is NUMPY_OPERATORS
     plain_losses, plain_weights = trained()
     assert losses != plain_losses or any((weights[name] != plain_weights[name]).any() for name in weights)
     np.testing.assert_allclose(plain_losses, losses, rtol=len(batches) * limit.loss)

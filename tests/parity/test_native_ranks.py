@@ -22,7 +22,7 @@ from tolerances import SAME_ROUNDINGS, U_BFLOAT16, U_FLOAT16
 from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.memory import narrow_weight
 from trainer.arrays.mlp import CpuMlp
-from trainer.arrays.onednn import BFLOAT16
+from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.arrays.vocabulary.embedding import CpuEmbedding
 from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy

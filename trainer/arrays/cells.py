@@ -19,7 +19,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
 from trainer.arrays.memory import host_array, narrow_weight
-from trainer.arrays.onednn import BFLOAT16
+from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.stored import stored_operand
 from trainer.arrays.tiles import SublayerCall
 from trainer.arrays.vocabulary.embedding import CpuEmbedding

@@ -16,7 +16,8 @@ import numpy as np
 from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
-from trainer.arrays.onednn import BFLOAT16, operators
+from trainer.arrays.numpy_operators import BFLOAT16
+from trainer.arrays.operators import operators
 from trainer.device.threads import HostThreads
 
 _SMALL = 1 << 14  # numbers that NumPy allocates in a tenth of the time of MindSpore, without asking the system

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import empty
+from trainer.arrays.numpy_operators import Activation
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
-from trainer.arrays.tiles import Activation, CpuRmsNorm, gated, gated_gradient
+from trainer.arrays.tiles import CpuRmsNorm, gated, gated_gradient
 from trainer.models.spec.names import MLP_NORM, POST_MLP_NORM
 from trainer.models.spec.saved import mlp_saved
 
@@ -82,7 +83,7 @@ class CpuMlp:
         inner_nF = gate_nF
         if call.save or dtype != np.float32:
             inner_nF = tile.take(width)
-        gated(gate_nF, up_nF, inner_nF, self.activation)
+        gated(gate_nF, up_nF, inner_nF, tile, self.activation)
         self.output.forward(call, x_ND, tile.cast(inner_nF, dtype), out_ND, tile)
 
     def predict(self, call: SublayerCall, x_ND: np.ndarray, thread: int) -> np.ndarray:

@@ -18,138 +18,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from trainer.ops.host_library import bfloat16_products, has_avx512, library
-from trainer.storage.bfloat16 import as_bfloat16, as_float32
+from trainer.arrays.numpy_operators import BFLOAT16, NUMPY_OPERATORS, NumpyOperators
+from trainer.ops.host_library import bfloat16_products, has_avx512
 
-BFLOAT16 = np.uint16
-"""The dtype of arrays that hold numbers in bfloat16."""
 # Enumerations of dnnl_types.h.
 _CPU = 1
 _DTYPES = {np.dtype(np.float32): 3, np.dtype(BFLOAT16): 2}
 _FORWARD = 64
 _SOFTMAX = 0x30000
 _SWISH = 0x2C
-_MULTIPLY = 0x1FFF1
 _CONFLICT = 512  # numbers between rows that compete for the lines of a cache
 _WIDE = 32  # rows and columns of a product that does not only wait for memory
 _SRC = 1
-_SRC_1 = 2
 _WEIGHTS = 33
 _DST = 17
 _DIFF_SRC = 129
 _DIFF_DST = 145
-
-
-class Operators(Protocol):
-    """Functions of float32 arrays for one thread; each writes to its last array.
-
-    The arrays of `silu` and `silu_gradient` are contiguous.
-    """
-
-    def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-        """Writes a b to `out`, or with `accumulate` adds it: [M, K] times [K, N], or [P, M, K] times [P, K, N].
-
-        a and b may have the same narrow dtype; then `out` may have it, too, unless it accumulates.
-        """
-
-    def cast(self, x: np.ndarray, out: np.ndarray) -> None:
-        """Writes x in the dtype of `out`: from float32 to a narrow dtype or back."""
-
-    def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
-        """Writes the elementwise product x y; `out` may be x, y may be narrow."""
-
-    def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
-        """Writes the softmax of x over the last axis; `out` may be x, or bfloat16."""
-
-    def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        """Writes the gradient of a softmax with result y, y (grad - sum(grad y)); `out` may be `grad`, or bfloat16."""
-
-    def silu(self, x: np.ndarray, out: np.ndarray) -> None:
-        """Writes x / (1 + exp(-x)); `out` may be x."""
-
-    def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        """Writes grad (s + x s (1 - s)), the gradient of `silu`, with s = 1 / (1 + exp(-x)); `out` may be grad or x."""
-
-
-_THREAD = threading.local()
-
-
-def operators() -> Operators:
-    """Returns the operators of the calling thread: threads must not share oneDNN's engines and streams."""
-    if not hasattr(_THREAD, "operators"):
-        onednn = library()
-        if onednn is None:
-            _THREAD.operators = NUMPY_OPERATORS
-        else:
-            _THREAD.operators = OneDnnOperators(onednn)
-    return _THREAD.operators
-
-
-class NumpyOperators:
-    """`Operators` in NumPy."""
-
-    def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-        if a.dtype != np.float32:
-            a = _widened(a)
-            b = _widened(b)
-        if accumulate:
-            out += np.matmul(a, b)
-        elif out.dtype != np.float32:
-            self.cast(np.matmul(a, b), out)
-        else:
-            np.matmul(a, b, out=out)
-
-    def cast(self, x: np.ndarray, out: np.ndarray) -> None:
-        if x.dtype == np.float32 and out.dtype == BFLOAT16:
-            out[...] = as_bfloat16(x)
-        else:
-            out[...] = _widened(x)
-
-    def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
-        np.multiply(x, _widened(y), out=out)
-
-    def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
-        if out.dtype == x.dtype:
-            wide = out
-        else:
-            wide = np.empty_like(x)
-        np.subtract(x, x.max(-1, keepdims=True), out=wide)
-        np.exp(wide, out=wide)
-        wide /= wide.sum(-1, keepdims=True)
-        if wide is not out:
-            self.cast(wide, out)
-
-    def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        if out.dtype == grad.dtype:
-            wide = out
-        else:
-            wide = np.empty_like(grad)
-        np.subtract(grad, np.einsum("...i,...i->...", y, grad)[..., None], out=wide)
-        wide *= y
-        if wide is not out:
-            self.cast(wide, out)
-
-    def silu(self, x: np.ndarray, out: np.ndarray) -> None:
-        np.divide(x, 1 + np.exp(-x), out=out)  # exp(-x) = inf: silu is 0
-
-    def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        sigmoid = 1 / (1 + np.exp(-x))
-        np.multiply(grad, sigmoid * (1 + x * (1 - sigmoid)), out=out)
-
-
-NUMPY_OPERATORS = NumpyOperators()
-
-
-def _widened(x: np.ndarray) -> np.ndarray:
-    if x.dtype == BFLOAT16:
-        return as_float32(x)
-    return x.astype(np.float32, copy=False)
 
 
 @functools.cache
@@ -184,7 +73,7 @@ class _Primitive:
     def run(self, stream: ctypes.c_void_p, *arrays: np.ndarray) -> None:
         """Executes the primitive on these arrays, in the order of its arguments."""
         for memory, array in zip(self.memories, arrays, strict=True):
-            self.set_address(memory, ctypes.c_void_p(_address(array)))
+            self.set_address(memory, ctypes.c_void_p(address(array)))
         _check(self.execute(self.primitive, stream, len(self.memories), self.arguments))
 
     def close(self) -> None:
@@ -194,8 +83,8 @@ class _Primitive:
             self.library.dnnl_memory_destroy(memory)
 
 
-class OneDnnOperators:
-    """`Operators` in oneDNN."""
+class OneDnnOperators(NumpyOperators):
+    """Functions in oneDNN, and in NumPy what oneDNN lacks."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -241,9 +130,9 @@ class OneDnnOperators:
             NUMPY_OPERATORS.matmul(a, b, out, accumulate)
             return
         step = _layout(out)[1]
-        at_a = _address(a)
-        at_b = _address(b)
-        at_out = _address(out)
+        at_a = address(a)
+        at_b = address(b)
+        at_out = address(out)
         multiply = self.gemm[a.dtype]
         matrices = 1
         if a.ndim == 3:
@@ -284,18 +173,6 @@ class OneDnnOperators:
                 ctypes.byref(kind), source, self.engine, result, self.engine, None))  # fmt: skip
             primitive = self._keep(key, kind, ((_SRC, source), (_DST, result)))
         primitive.run(self.stream, x, out)
-
-    def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
-        """Multiplies by a bfloat16 array with a cached primitive, otherwise with NumPy."""
-        if y.dtype != BFLOAT16 or not self.has_avx512 or not x.size:
-            NUMPY_OPERATORS.multiply(x, y, out)
-            return
-        key = ("multiply", x.shape, x.strides, y.strides, out.strides)
-        if (primitive := self.made.get(key)) is None:
-            arrays = [self._description(array) for array in (x, y, out)]
-            places = list(zip((_SRC, _SRC_1, _DST), arrays, strict=True))
-            primitive = self._make(key, "binary", (_MULTIPLY, *arrays), places)
-        primitive.run(self.stream, x, y, out)
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         """Computes the softmax with a cached primitive, or with NumPy where oneDNN lacks the dtype."""
@@ -466,7 +343,7 @@ def _conflicts(a: np.ndarray, way_a: bytes, step_a: int, b: np.ndarray, way_b: b
     return step_b % _CONFLICT == 0 or (way_a == b"T" and step_a % _CONFLICT == 0)
 
 
-def _address(array: np.ndarray) -> int:
+def address(array: np.ndarray) -> int:
     """Returns the address of the first number of an array.
 
     It is the first field of numpy/ndarraytypes.h's PyArrayObject_fields, behind the header of all Python objects.

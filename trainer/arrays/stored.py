@@ -12,7 +12,8 @@ import threading
 import numpy as np
 
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
-from trainer.arrays.onednn import BFLOAT16, operators
+from trainer.arrays.numpy_operators import BFLOAT16
+from trainer.arrays.operators import operators
 from trainer.storage.bfloat16 import as_float32
 from trainer.storage.quantized import QuantizedArray
 

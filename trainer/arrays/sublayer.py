@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from trainer.arrays.memory import empty, store, to_bfloat16_if_needed, to_float32_if_needed
-from trainer.arrays.onednn import operators
+from trainer.arrays.operators import operators
 from trainer.arrays.tiles import CpuRmsNorm, Scratch, SublayerCall, Tile
 from trainer.models.spec.names import magnitude_name
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from trainer.arrays.memory import empty, host_threads, row_blocks, store, to_bfloat16_if_needed, to_float32_if_needed
-from trainer.arrays.onednn import NUMPY_OPERATORS, operators
+from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed, to_float32_if_needed
+from trainer.arrays.numpy_operators import Activation
+from trainer.arrays.operators import operators
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -171,16 +172,15 @@ class CpuRmsNorm:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, equation 4)."""
 
     def __init__(self, size: int, eps: float) -> None:
-        self.size = np.float32(size)
+        self.size = size
         self.eps = np.float32(eps)
 
     def scales(self, x_nD: np.ndarray) -> np.ndarray:
         """Returns 1 / sqrt(mean(x^2) + eps) of each row, [n]."""
-        return 1 / np.sqrt(np.einsum("nd,nd->n", x_nD, x_nD) / self.size + self.eps)
+        return operators().rms_scales(x_nD, self.eps)
 
     def __call__(self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, out_nD: np.ndarray) -> None:
-        np.multiply(x_nD, scale_n[:, None], out=out_nD)
-        out_nD *= weight_D
+        operators().rms_norm(x_nD, weight_D, scale_n, out_nD)
 
     def apply(self, x_nD: np.ndarray, weight_D: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns y for the rows of a tile, in the dtype of x."""
@@ -205,15 +205,7 @@ class CpuRmsNorm:
         self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, grad_nD: np.ndarray, work_nD: np.ndarray
     ) -> np.ndarray:
         """Replaces `grad_nD` by the gradient of x, overwrites `work_nD`, and returns the weight's gradient, [D]."""
-        np.multiply(grad_nD, x_nD, out=work_nD)
-        weight_grad_D = scale_n @ work_nD
-        # The direct part minus its projection on x: mean(grad * weight * x) scale^3.
-        projected_n = (work_nD @ weight_D) * (scale_n * scale_n * scale_n / self.size)
-        grad_nD *= weight_D
-        grad_nD *= scale_n[:, None]
-        np.multiply(x_nD, projected_n[:, None], out=work_nD)
-        grad_nD -= work_nD
-        return weight_grad_D
+        return operators().rms_norm_gradient(x_nD, weight_D, scale_n, grad_nD, work_nD)
 
 
 class SublayerCall:
@@ -302,101 +294,30 @@ class WeightGradients:
         return self.tensors
 
 
-Activation: TypeAlias = Literal["silu", "gelu"]
-"""The activations of `gated`; GELU is approximated by tanh."""
-_GELU_ROOT = np.float32((8 / np.pi) ** 0.5)
-_GELU_CUBE = np.float32(0.044715)
-_GELU_NUMBERS = 1 << 16  # at once: fewer have more calls, more leave the cache
-
-
-def gelu(x: np.ndarray, out: np.ndarray) -> None:
-    """Writes x (1 + tanh(y)) / 2 with y = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel 2016, section 2).
-
-    (1 + tanh(y)) / 2 is sigmoid(2 y), and 2 y is x times a divisor d above 0: the result is silu(2 y) / d. oneDNN
-    computes SiLU 20 times as fast as tanh. Both arrays are contiguous; `out` may be x.
-    """
-    numbers = x.reshape(-1)
-    results = out.reshape(-1)
-    for part in row_blocks(slice(0, numbers.size), _GELU_NUMBERS):
-        inner, divisor, _ = _gelu_inner(numbers[part])
-        operators().silu(inner, inner)
-        np.divide(inner, divisor, out=results[part])
-
-
-def gelu_gradient(x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-    """Writes grad times the derivative of `gelu`; `out` may be grad or x. All arrays are contiguous."""
-    numbers = x.reshape(-1)
-    grads = grad.reshape(-1)
-    results = out.reshape(-1)
-    run = operators()
-    for part in row_blocks(slice(0, numbers.size), _GELU_NUMBERS):
-        # The derivative of silu(z) / d is (silu'(z) z' - silu(z) d' / d) / d.
-        inner, divisor, square = _gelu_inner(numbers[part])
-        slope = np.empty_like(inner)
-        run.silu_gradient(inner, grads[part], slope)
-        run.silu(inner, inner)
-        inner *= grads[part]
-        inner *= numbers[part]
-        inner *= 2 * _GELU_ROOT * _GELU_CUBE
-        inner /= divisor
-        square *= 3 * _GELU_ROOT
-        square += _GELU_ROOT
-        slope *= square
-        slope -= inner
-        np.divide(slope, divisor, out=results[part])
-
-
-def _gelu_inner(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns 2 y, 2 y / x, and 0.044715 x^2."""
-    square = x * x
-    square *= _GELU_CUBE
-    divisor = square * _GELU_ROOT
-    divisor += _GELU_ROOT
-    return divisor * x, divisor, square
-
-
-def gated(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, activation: Activation = "silu") -> None:
-    """Writes activation(gate) * up in float32 to `out_nF` (Shazeer 2020, equation 5); `out_nF` may be gate."""
-    run = operators()
-    if len(gate_nF) == 1:
-        run = NUMPY_OPERATORS  # takes half of the time for one row
-    activate = run.silu
-    if activation == "gelu":
-        activate = gelu
-    activate(to_float32_if_needed(gate_nF, out_nF), out_nF)
-    run.multiply(out_nF, up_nF, out_nF)
+def gated(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, tile: Tile, activation: Activation) -> None:
+    """Writes activation(gate) * up in float32 to `out_nF`, which may be gate if gate is float32."""
+    gate_nF = to_float32_if_needed(gate_nF, out_nF)
+    operators().gated(gate_nF, tile.to_float32(up_nF), out_nF, activation)
 
 
 def gated_gradient(
     gate_nF: np.ndarray, up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile,
     activation: Activation = "silu",
 ) -> None:  # fmt: skip
-    """Replaces gate and up by their gradients and overwrites `grad_nF`, the gradient of the result of `gated`.
+    """Replaces gate and up by their gradients, from `grad_nF`, the gradient of the result of `gated`.
 
     `inner_nF`, if given, has the dtype of gate and up and receives that result, for the gradient of the next matrix.
     """
-    run = operators()
     width = gate_nF.shape[1]
-    active_nF = tile.take(width)
     wide_gate_nF = tile.to_float32(gate_nF)
-    activate = run.silu
-    gradient = run.silu_gradient
-    if activation == "gelu":
-        activate = gelu
-        gradient = gelu_gradient
-    activate(wide_gate_nF, active_nF)
-    if inner_nF is not None:
-        if inner_nF.dtype == np.float32:
-            wide_inner_nF = inner_nF
-        else:
-            wide_inner_nF = tile.take(width)
-        run.multiply(active_nF, up_nF, wide_inner_nF)
-        to_bfloat16_if_needed(wide_inner_nF, inner_nF)
-    active_nF *= grad_nF
-    run.multiply(grad_nF, up_nF, grad_nF)
-    gradient(wide_gate_nF, grad_nF, wide_gate_nF)
-    to_bfloat16_if_needed(wide_gate_nF, gate_nF)
-    store(active_nF, up_nF)
+    wide_up_nF = tile.to_float32(up_nF)
+    wide_inner_nF = inner_nF
+    if inner_nF is not None and inner_nF.dtype != np.float32:
+        wide_inner_nF = tile.take(width)
+    operators().gated_gradient(wide_gate_nF, wide_up_nF, grad_nF, wide_inner_nF, tile.take(width), activation)
+    for wide_nF, narrow_nF in ((wide_gate_nF, gate_nF), (wide_up_nF, up_nF), (wide_inner_nF, inner_nF)):
+        if wide_nF is not None and narrow_nF is not None:
+            to_bfloat16_if_needed(wide_nF, narrow_nF)
 
 
 def clamped_swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, limit: float, alpha: float) -> None:

@@ -30,11 +30,11 @@ from trainer.data.tokens.chat_template import load_chat_template, resolve_train_
 from trainer.data.tokens.token_file import Progress, TokenCache, TokenFile
 from trainer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
+from trainer.storage.cache_folder import user_cache
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
-DEFAULT_CACHE_DIR = "~/.cache/run_trainer/tokens"
 _VOCAB_KEY = "model.model_config.vocab_size"
 
 
@@ -378,7 +378,7 @@ def find_cache(config: Config, section: str) -> TokenCache:
     if getattr(config, section).cache_dir is not None:
         owner = section
     key = f"{owner}.cache_dir"
-    folder = getattr(config, owner).cache_dir or DEFAULT_CACHE_DIR
+    folder = getattr(config, owner).cache_dir or user_cache() / "tokens"
     return TokenCache(Path(os.path.expanduser(folder)), key, config.source.where(key))
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED
 from trainer.input_files import unwritable_reason
+from trainer.storage.compiler import find_compiler
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,6 +73,7 @@ def checks(output_dir: Path = Path("output"), deep: bool = False) -> list[Check]
         check_cores(usable, cores),
         check_memory(_available_memory_bytes(), cgroup_memory_left_bytes(Path("/"))),
         check_disk(output_dir),
+        check_compiler(find_compiler()),
         check_msrun(Path(sys.executable).parent, os.environ.get("PATH", "")),
     ]
     if deep:
@@ -261,6 +263,14 @@ def check_disk(output_dir: Path) -> Check:
         fix = "enough for small models only: a checkpoint needs 12 bytes per parameter"
         return Check("disk", "warn", text, fix)
     return Check("disk", "ok", text)
+
+
+def check_compiler(command: Sequence[str]) -> Check:
+    """Checks for a C compiler, with which a step on a CPU is up to a tenth faster."""
+    if command:
+        return Check("C compiler", "ok", " ".join(command))
+    fix = "install gcc, or set CC: the first run then compiles some functions, and steps are up to a tenth faster"
+    return Check("C compiler", "warn", "none; NumPy computes all functions of rows", fix)
 
 
 def check_msrun(executable_folder: Path, search_path: str) -> Check:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from trainer.errors import RunError, UserError
+from trainer.storage.cache_folder import user_cache
 
 SOURCES = Path(__file__).resolve().parent / "native"
 LIBRARY = "libascend_stand_ins.so"
@@ -50,7 +50,7 @@ def build_cann_stubs(cache: Path | None = None) -> Path:
         RunError: The compiler fails.
     """
     if cache is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "run_trainer"
+        cache = user_cache()
     digest = hashlib.sha256(" ".join((*_FLAGS, *_NAMES, _VERSION)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())

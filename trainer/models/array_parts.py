@@ -24,7 +24,7 @@ from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import TokenSharingGroup
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
-from trainer.arrays.onednn import operators
+from trainer.arrays.operators import operators
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.arrays.vocabulary.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy

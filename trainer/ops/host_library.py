@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 _VERSION = (3, 10)  # releases with the interface that `trainer.arrays.onednn` calls
 # dnnl_cpu_isa_t: the value of an instruction set includes the bits of the sets that it contains.
+_AVX2 = 0x7
 _AVX512 = 0x27
 _BFLOAT16 = 0xE7
 
@@ -56,6 +57,11 @@ def has_avx512() -> bool:
     products take up to three times as long (`trainer.arrays.onednn`).
     """
     return _has_instructions(_AVX512)
+
+
+def has_avx2() -> bool:
+    """Returns whether oneDNN computes with AVX2."""
+    return _has_instructions(_AVX2)
 
 
 def bfloat16_products() -> Literal["oneDNN", "emulated", ""]:

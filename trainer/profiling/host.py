@@ -99,11 +99,12 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     """
     from mindspore import Tensor
 
-    from trainer.arrays import cells, measures, mlp, onednn, sublayer, tiles
+    from trainer.arrays import cells, measures, mlp, sublayer, tiles
     from trainer.arrays.attention import blocks, positions
     from trainer.arrays.attention import sublayer as attention
     from trainer.arrays.moe import experts, router
     from trainer.arrays.moe import sublayer as moe
+    from trainer.arrays.operators import operators
     from trainer.arrays.vocabulary import embedding, head
     from trainer.device.threads import HostThreads
     from trainer.models import decoder
@@ -135,12 +136,12 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     for attribute in ("forward", "apply_lora_a", "backward"):
         measure(sublayer.CpuLinear, attribute, _linear_name, calls=0)
     measure(sublayer.CpuLinear, "add_adapter_gradients", _WEIGHT_GRADIENTS, calls=0)
-    operators = type(onednn.operators())
-    measure(operators, "matmul", _product_name, _product_cost)
+    kind = type(operators())
+    measure(kind, "matmul", _product_name, _product_cost)
     for attribute in ("softmax", "softmax_gradient"):
-        measure(operators, attribute, lambda timer, _: f"{timer.part.split(':')[0]}: softmax", _arrays_cost)
-    for attribute in ("silu", "silu_gradient"):
-        measure(operators, attribute, lambda timer, _: timer.part, _arrays_cost)
+        measure(kind, attribute, lambda timer, _: f"{timer.part.split(':')[0]}: softmax", _arrays_cost)
+    for attribute in ("gated", "gated_gradient"):
+        measure(kind, attribute, lambda timer, _: timer.part, _arrays_cost)
     for attribute in ("scales", "__call__", "gradient"):
         measure(tiles.CpuRmsNorm, attribute, "norm", _arrays_cost)
     measure(positions.CpuRotary, "apply", "rotary", _arrays_cost)

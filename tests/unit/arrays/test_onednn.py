@@ -18,17 +18,24 @@ import pytest
 from numpy_kernels import distance
 from tolerances import SUBNORMAL, rounding_limit
 
-from trainer.arrays import onednn
+from trainer.arrays import onednn, operators
+from trainer.arrays.compiled.build import find_rowwise
+from trainer.arrays.compiled.operators import CompiledOperators
+from trainer.arrays.numpy_operators import NUMPY_OPERATORS, NumpyOperators
 from trainer.ops import host_library
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy tells of numbers that are not finite
 
-LIBRARY = onednn.library()
+LIBRARY = host_library.library()
 SIZES = (1, 3, 17)
 RANDOM = np.random.default_rng(7)
-BOTH = pytest.mark.parametrize(
-    "run", [onednn.NumpyOperators(), onednn.OneDnnOperators(LIBRARY)] if LIBRARY else [], ids=["numpy", "onednn"]
-)
+ROWWISE = find_rowwise().library
+RUNS: list[NumpyOperators] = [NUMPY_OPERATORS]
+if LIBRARY:
+    RUNS.append(onednn.OneDnnOperators(LIBRARY))
+if LIBRARY and ROWWISE:
+    RUNS.append(CompiledOperators(LIBRARY, ROWWISE))
+EACH = pytest.mark.parametrize("run", RUNS, ids=lambda run: type(run).__name__)
 
 
 def contiguous(*shape: int) -> np.ndarray:
@@ -60,7 +67,7 @@ LAYOUTS = contiguous, transposed, columns, columns_transposed, heads
 
 def test_the_library_of_mindspore_is_found() -> None:
     assert LIBRARY is not None
-    assert isinstance(onednn.operators(), onednn.OneDnnOperators)
+    assert isinstance(operators.operators(), onednn.OneDnnOperators)
 
 
 def test_it_says_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +91,9 @@ def test_it_says_why_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert re.fullmatch(r"MindSpore brings oneDNN 3\.10\.\d+ instead of 3\.9", text(installed))
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
-def test_products(run: onednn.Operators, batch: tuple[int, ...]) -> None:
+def test_products(run: NumpyOperators, batch: tuple[int, ...]) -> None:
     results = contiguous, columns, heads
     for (rows, inner, width), accumulate in itertools.product(itertools.product(SIZES, repeat=3), (False, True)):
         for number, (make_a, make_b) in enumerate(itertools.product(LAYOUTS, repeat=2)):
@@ -120,9 +127,9 @@ def test_without_avx512_numpy_multiplies_rows_that_compete_for_cache_lines(
     layout_a: Callable, layout_b: Callable, by_numpy: bool, accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    matmul = onednn.NUMPY_OPERATORS.matmul
+    matmul = NUMPY_OPERATORS.matmul
     monkeypatch.setattr(onednn, "has_avx512", lambda: False)
-    monkeypatch.setattr(onednn.NUMPY_OPERATORS, "matmul", lambda *given: asked.append(given) or matmul(*given))
+    monkeypatch.setattr(NUMPY_OPERATORS, "matmul", lambda *given: asked.append(given) or matmul(*given))
     a, b, out = layout_a(512, 512), layout_b(512, 512), contiguous(512, 512)
     right = a.astype(np.float64) @ b + accumulate * out.astype(np.float64)
     added_up = np.abs(a).astype(np.float64) @ np.abs(b) + np.abs(out)
@@ -131,8 +138,8 @@ def test_without_avx512_numpy_multiplies_rows_that_compete_for_cache_lines(
     assert np.abs(out - right).max() <= rounding_limit(513) * added_up.max()
 
 
-@BOTH
-def test_products_of_nothing_are_zero(run: onednn.Operators) -> None:
+@EACH
+def test_products_of_nothing_are_zero(run: NumpyOperators) -> None:
     out = np.ones((3, 4), np.float32)
     run.matmul(np.ones((3, 0), np.float32), np.ones((0, 4), np.float32), out, accumulate=True)
     assert (out == 1).all()
@@ -147,8 +154,8 @@ def row_wise() -> Iterator[tuple[tuple[int, ...], Callable[..., np.ndarray]]]:
                 yield shape, make
 
 
-@BOTH
-def test_softmax_and_its_gradient(run: onednn.Operators) -> None:
+@EACH
+def test_softmax_and_its_gradient(run: NumpyOperators) -> None:
     for shape, make in row_wise():
         x, grad, out = (make(*shape) for _ in range(3))
         x *= 8
@@ -171,8 +178,8 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return powers / powers.sum(-1, keepdims=True)
 
 
-@BOTH
-def test_silu_and_its_gradient(run: onednn.Operators) -> None:
+@EACH
+def test_silu_and_its_gradient(run: NumpyOperators) -> None:
     for shape in (*itertools.product(SIZES, repeat=2), (2, 17, 17), (300, 301)):
         x, grad, out = (contiguous(*shape) for _ in range(3))
         x *= 4
@@ -194,8 +201,8 @@ def test_silu_and_its_gradient(run: onednn.Operators) -> None:
         np.testing.assert_array_equal(grad, out)
 
 
-@BOTH
-def test_large_numbers(run: onednn.Operators) -> None:
+@EACH
+def test_large_numbers(run: NumpyOperators) -> None:
     x = np.array([[-1e4, -200.0, -90.0, 90.0, 200.0, 1e4]] * 99, np.float32)
     out, grad = np.empty_like(x), np.empty_like(x)
     run.silu(x, out)
@@ -206,9 +213,9 @@ def test_large_numbers(run: onednn.Operators) -> None:
     np.testing.assert_array_equal(out, [[0, 0, 0, 0, 0, 1]] * 99)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(run: onednn.Operators, bad: float) -> None:
+def test_what_is_not_finite_stays_so(run: NumpyOperators, bad: float) -> None:
     """An overflow is found by its results: the step that it is in is skipped."""
     for place in range(17):
         x = contiguous(3, 17)

@@ -7,7 +7,7 @@ import pytest
 from golden_files import load_adapter_case
 from tolerances import FEW_OPERATIONS, U_BFLOAT16, U
 
-from trainer.arrays.onednn import BFLOAT16
+from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.stored import StoredMatrix, decompress, stored_operand
 from trainer.storage.base_dtypes import BLOCK, SCALE_BLOCK, bytes_of
 from trainer.storage.bfloat16 import as_bfloat16, as_float32

@@ -11,8 +11,9 @@ from data_helpers import jsonl, line_of, make_config, write_tokenizer
 from trainer.data import BatchLoader, SyntheticDataset, build_datasets, build_eval_dataset
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.batches.loader import training_batches
-from trainer.data.datasets import DEFAULT_CACHE_DIR, batch_size
+from trainer.data.datasets import batch_size
 from trainer.errors import UserError
+from trainer.storage.cache_folder import user_cache
 
 JSONL = {"type": "JsonlDataset"}
 
@@ -140,9 +141,10 @@ def test_evaluation_uses_the_tokenizer_of_training(tmp_path):
 
 def test_the_default_cache_is_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     config = make_config(tmp_path, corpus_of(tmp_path), train={"cache_dir": None})
     build_datasets(config)
-    assert any(Path(DEFAULT_CACHE_DIR).expanduser().glob("*/tokens.bin"))
+    assert any((user_cache() / "tokens").glob("*/tokens.bin"))
     assert (tmp_path / "home").exists()
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from trainer.device import doctor
 from trainer.device.doctor import Check
+from trainer.storage.compiler import find_compiler
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -85,6 +86,18 @@ def test_device(tmp_path: Path) -> None:
 def test_cores() -> None:
     assert_verdict(doctor.check_cores(1, 64), "warn", "1 usable of 64")
     assert_verdict(doctor.check_cores(2, 2), "ok", "2 usable")
+
+
+def test_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert_verdict(doctor.check_compiler(["gcc", "-m64"]), "ok", "gcc -m64")
+    assert_verdict(doctor.check_compiler([]), "warn", "NumPy", "install gcc, or set CC")
+    monkeypatch.setenv("CC", "")
+    assert find_compiler() == []
+    monkeypatch.setenv("CC", f"{sys.executable} -x")
+    assert find_compiler() == [sys.executable, "-x"]
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compiler() == []
 
 
 @pytest.mark.parametrize(
@@ -201,7 +214,7 @@ def test_it_answers_on_this_machine_within_a_second_and_without_mindspore() -> N
     seconds = time.perf_counter() - started_at
     assert result.returncode == 0, result.stderr
     names = [check["name"] for check in json.loads(result.stdout)["checks"]]
-    assert names == ["Python", "MindSpore", "numpy", "device", "cores", "memory", "disk", "msrun"]
+    assert names == ["Python", "MindSpore", "numpy", "device", "cores", "memory", "disk", "C compiler", "msrun"]
     assert seconds < 1.0
 
 

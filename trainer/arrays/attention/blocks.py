@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import row_blocks, to_bfloat16_if_needed
-from trainer.arrays.onednn import operators
+from trainer.arrays.operators import operators
 from trainer.arrays.tiles import soft_cap
 
 if TYPE_CHECKING:

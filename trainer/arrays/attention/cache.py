@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.arrays.memory import host_threads
+from trainer.arrays.numpy_operators import softmax_with_sinks
+from trainer.arrays.operators import operators
 from trainer.arrays.tiles import soft_cap
 from trainer.models.spec.visibility import attention_bias
 
@@ -88,22 +90,23 @@ def attend_cached(
     q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, size)
     sinks = None
     if sinks_H is not None:  # of the rows of q
-        sinks = np.tile(sinks_H.reshape(kv_heads, -1), queries)[None, ..., None]
+        sinks = np.tile(sinks_H.reshape(kv_heads, -1), queries)
+    out = np.empty((*q.shape[:3], values.shape[-1]), np.float32)
     threads = host_threads()
     if threads.threads == 1 or q.size * cached < _SHARED_WORK:
-        out = _attend(q, keys, values, mask, cap, sinks)
+        _attend(q, keys, values, mask, cap, sinks, out)
     else:
-        out = np.empty((*q.shape[:3], values.shape[-1]), np.float32)
 
         def attend_one(place: tuple[int, ...], thread: int) -> None:
             """Writes the attention of the query heads that share a key head, for one sequence."""
+            one = tuple(slice(index, index + 1) for index in place)
             sequence_mask = None
             if mask is not None:
-                sequence_mask = mask[place[0], 0]
+                sequence_mask = mask[one[0]]
             head_sinks = None
             if sinks is not None:
-                head_sinks = sinks[0, place[1]]
-            out[place] = _attend(q[place], keys[place], values[place], sequence_mask, cap, head_sinks)
+                head_sinks = sinks[one[1]]
+            _attend(q[one], keys[one], values[one], sequence_mask, cap, head_sinks, out[one])
 
         threads.run(np.ndindex(rows, kv_heads), attend_one)
     out = out.reshape(rows, kv_heads, queries, -1).transpose(0, 2, 1, 3)
@@ -112,20 +115,13 @@ def attend_cached(
 
 def _attend(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None,
-    sinks: np.ndarray | None,
-) -> np.ndarray:  # fmt: skip
+    sinks: np.ndarray | None, out: np.ndarray,
+) -> None:  # fmt: skip
+    if cap is None:
+        operators().attend(q, keys, values, mask, sinks, out)
+        return
     scores = q @ keys.swapaxes(-1, -2)
-    if cap is not None:
-        soft_cap(scores, cap)
+    soft_cap(scores, cap)
     if mask is not None:
         scores += mask
-    largest = scores.max(-1, keepdims=True)
-    if sinks is not None:
-        largest = np.maximum(largest, sinks)
-    scores -= largest
-    np.exp(scores, out=scores)
-    total = scores.sum(-1, keepdims=True)
-    if sinks is not None:
-        total += np.exp(sinks - largest)
-    scores /= total
-    return scores @ values
+    np.matmul(softmax_with_sinks(scores, sinks), values, out=out)

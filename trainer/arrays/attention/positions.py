@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trainer.arrays.memory import row_blocks
+from trainer.arrays.operators import operators
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.visibility import attention_bias, visible_keys
 
@@ -189,17 +190,11 @@ class CpuRotary:
         """Rotates the first numbers of each head of [n, heads, d] in place."""
         if not self.size:
             return
+        numbers = x_nhd[..., : self.size]
         if self.rotates_pairs:
-            numbers = x_nhd[..., : self.size].view(np.complex64)
-            numbers *= rotation_n1h
-            return
-        half = self.size // 2
-        first = x_nhd[..., :half]
-        second = x_nhd[..., half : self.size]
-        rotated = first * rotation_n1h.real - second * rotation_n1h.imag
-        second *= rotation_n1h.real
-        second += first * rotation_n1h.imag
-        first[...] = rotated
+            operators().rotate(numbers, rotation_n1h)
+        else:
+            operators().rotate_halves(numbers, rotation_n1h)
 
     def pair_weights(self, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Returns the weights with those of queries and keys reordered: the numbers of a pair become neighbours."""

@@ -22,8 +22,8 @@ from trainer.arrays.memory import (
     row_blocks,
     take_tokens,
 )
-from trainer.arrays.onednn import operators
-from trainer.arrays.tiles import clamped_swiglu, clamped_swiglu_gradient, gated
+from trainer.arrays.operators import operators
+from trainer.arrays.tiles import clamped_swiglu, clamped_swiglu_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -101,8 +101,7 @@ class CpuExperts:
             run.matmul(x_rD, weights.up[expert].T, saved.up_RF[rows])
             _add_biases(weights, expert, saved.gate_RF[rows], saved.up_RF[rows])
             if self.clamp is None:
-                run.silu(saved.gate_RF[rows], inner_rF)
-                inner_rF *= saved.up_RF[rows]
+                run.gated(saved.gate_RF[rows], saved.up_RF[rows], inner_rF)
             else:
                 clamped_swiglu(saved.gate_RF[rows], saved.up_RF[rows], inner_rF, *self.clamp)
             inner_rF *= gate_R[rows, None]
@@ -130,7 +129,7 @@ class CpuExperts:
             tile.project(x_rD, weights.up[expert], up_rF)
             _add_biases(weights, expert, inner_rF, up_rF)
             if self.clamp is None:
-                gated(inner_rF, up_rF, inner_rF)
+                operators().gated(inner_rF, up_rF, inner_rF)
             else:
                 clamped_swiglu(inner_rF, up_rF, inner_rF, *self.clamp)
             tile.project(inner_rF, weights.down[expert], rows_RD[rows])
@@ -271,22 +270,14 @@ def _weighted_swiglu_gradient(
     Args:
         gate_rF, up_rF: Replaced by their gradients.
         inner_rF: Receives the input of the next product.
-        grad_rF: Gradient of `inner_rF`; overwritten.
+        grad_rF: Gradient of `inner_rF`.
     """
-    run = operators()
-    work_rF = tile.take(gate_rF.shape[1])
     if clamp is not None:
         clamped_swiglu(gate_rF, up_rF, inner_rF, *clamp)
-    else:
-        run.silu(gate_rF, work_rF)
-        np.multiply(work_rF, up_rF, out=inner_rF)  # without the factor
-    grad_weight_r = np.einsum("rf,rf->r", inner_rF, grad_rF)
-    inner_rF *= weight_r[:, None]
-    grad_rF *= weight_r[:, None]
-    if clamp is not None:
         clamped_swiglu_gradient(gate_rF, up_rF, grad_rF, *clamp)
-        return grad_weight_r
-    up_rF *= grad_rF
-    run.silu_gradient(gate_rF, up_rF, gate_rF)
-    np.multiply(grad_rF, work_rF, out=up_rF)
+    else:
+        operators().gated_gradient(gate_rF, up_rF, grad_rF, inner_rF, tile.take(gate_rF.shape[1]))
+    grad_weight_r = np.einsum("rf,rf->r", inner_rF, grad_rF)
+    for array_rF in (inner_rF, gate_rF, up_rF):
+        array_rF *= weight_r[:, None]
     return grad_weight_r

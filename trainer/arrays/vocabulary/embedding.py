@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import empty, store
-from trainer.arrays.onednn import operators
+from trainer.arrays.operators import operators
 from trainer.arrays.stored import StoredMatrix
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm

@@ -24,7 +24,7 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
-from trainer.arrays.onednn import operators
+from trainer.arrays.operators import operators
 from trainer.arrays.stored import StoredMatrix, rows_of
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm, shared_product, soft_cap

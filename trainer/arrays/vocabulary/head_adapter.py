@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
-from trainer.arrays.onednn import operators
+from trainer.arrays.operators import operators
 
 if TYPE_CHECKING:
     from trainer.arrays.tiles import SublayerCall

@@ -1,0 +1,236 @@
+"""Functions of rows that layers call, compiled and in NumPy, against float64 formulas.
+
+Limits: tolerances.py, of the sizes of what is added up or multiplied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tolerances import rounding_limit
+
+from trainer.arrays.compiled import build
+from trainer.arrays.compiled.build import find_rowwise
+from trainer.arrays.compiled.operators import CompiledOperators
+from trainer.arrays.numpy_operators import BFLOAT16, NUMPY_OPERATORS, NumpyOperators
+from trainer.ops.host_library import has_avx2, library
+from trainer.storage.bfloat16 import as_bfloat16, as_float32
+from trainer.storage.compiler import find_compiler
+
+RANDOM = np.random.default_rng(11)
+SHAPES = (1, 1), (3, 17), (5, 64), (2, 257)
+EPS = np.float32(1e-6)
+
+
+def _compiled(flags: tuple[str, ...] | None) -> NumpyOperators | None:
+    """Returns the operators of a library with the instructions of these flags; None: those of this processor."""
+    onednn = library()
+    if onednn is None or not find_compiler():
+        return None
+    if flags is None:
+        rowwise = find_rowwise().library
+        assert rowwise is not None, find_rowwise().text
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [*find_compiler(), *build.FLAGS, *flags]
+            rowwise = ctypes.CDLL(str(build.compile_library(Path(folder) / "rowwise.so", command)))
+    return CompiledOperators(onednn, rowwise)
+
+
+RUNS = {"numpy": NUMPY_OPERATORS, "this processor": _compiled(None), "any processor": _compiled(())}
+if has_avx2():
+    RUNS["AVX2"] = _compiled(build.AVX2)
+RUNS = {name: run for name, run in RUNS.items() if run is not None}
+EACH = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def columns(array: np.ndarray) -> np.ndarray:
+    """Returns the array as columns of a wider one."""
+    wide = np.zeros((*array.shape[:-1], array.shape[-1] + 5), np.float32)
+    wide[..., 2:-3] = array
+    return wide[..., 2:-3]
+
+
+@EACH
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("make", [np.copy, columns])
+def test_rms_norm_and_its_gradient(run: NumpyOperators, shape: tuple[int, int], make) -> None:
+    x, grad = make(numbers(*shape)), make(numbers(*shape))
+    weight = numbers(shape[1])
+    exact, exact_grad, size = x.astype(np.float64), grad.astype(np.float64), shape[1]
+    scale = 1 / np.sqrt((exact**2).mean(1) + EPS)
+    limit = rounding_limit(size + 8)
+    found = run.rms_scales(x, EPS)
+    np.testing.assert_allclose(found, scale, rtol=limit)
+    out = make(x)
+    run.rms_norm(x, weight, found, out)
+    np.testing.assert_allclose(out, exact * scale[:, None] * weight, rtol=limit, atol=limit)
+    weight_grad = run.rms_norm_gradient(x, weight, found, grad, np.empty(shape, np.float32))
+    terms = exact_grad * exact * scale[:, None]
+    np.testing.assert_allclose(weight_grad, terms.sum(0), atol=rounding_limit(len(x) + size) * np.abs(terms).sum())
+    projected = (exact_grad * exact * weight).sum(1, keepdims=True) * scale[:, None] ** 3 / size
+    sizes = np.abs(exact_grad * exact * weight).sum(1, keepdims=True) * scale[:, None] ** 3 / size * np.abs(exact)
+    right = exact_grad * weight * scale[:, None] - exact * projected
+    bound = rounding_limit(size + 8) * (sizes + np.abs(exact_grad * weight * scale[:, None]))
+    assert (np.abs(grad - right) <= bound).all()
+
+
+def _activation(x: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "gelu":
+        return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+    return x / (1 + np.exp(-x))
+
+
+@EACH
+@pytest.mark.parametrize("kind", ["silu", "gelu"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_activations_and_their_gradients(run: NumpyOperators, shape: tuple[int, int], kind: str) -> None:
+    gate, up, grad = numbers(*shape) * 3, numbers(*shape), numbers(*shape)
+    exact = gate.astype(np.float64)
+    step = 1e-5  # the error of the difference is of its square
+    slope = (_activation(exact + step, kind) - _activation(exact - step, kind)) / (2 * step)
+    right = _activation(exact, kind) * up
+    limit = rounding_limit(16, scale=4)
+    out = np.empty_like(gate)
+    run.gated(gate, up, out, kind)
+    np.testing.assert_allclose(out, right, atol=limit)
+    result, kept = np.empty_like(gate), grad.copy()
+    gates, ups = gate.copy(), up.copy()
+    run.gated_gradient(gates, ups, grad, result, np.empty_like(gate), kind)
+    np.testing.assert_array_equal(grad, kept)
+    np.testing.assert_allclose(result, right, atol=limit)
+    scale = max(1, np.abs(up * grad).max())
+    np.testing.assert_allclose(gates, slope * up * grad, atol=limit * scale)
+    np.testing.assert_allclose(ups, _activation(exact, kind) * grad, atol=limit * scale)
+    again, more = gate.copy(), up.copy()
+    run.gated_gradient(again, more, grad, None, np.empty_like(gate), kind)
+    np.testing.assert_array_equal((again, more), (gates, ups))
+    in_place = gate.copy()
+    run.gated(in_place, up, in_place, kind)
+    np.testing.assert_array_equal(in_place, out)
+
+
+@EACH
+def test_rotation_multiplies_complex_numbers(run: NumpyOperators) -> None:
+    whole = numbers(5, 3, 16)
+    x = whole[..., 4:14]
+    rotation = np.exp(1j * RANDOM.standard_normal((5, 1, 5))).astype(np.complex64)
+    right = (x[..., ::2] + 1j * x[..., 1::2]) * rotation.astype(np.complex128)
+    kept = whole.copy()
+    run.rotate(x, rotation)
+    np.testing.assert_allclose(x[..., ::2] + 1j * x[..., 1::2], right, atol=rounding_limit(4, scale=4))
+    np.testing.assert_array_equal(whole[..., :4], kept[..., :4])
+    np.testing.assert_array_equal(whole[..., 14:], kept[..., 14:])
+
+
+@EACH
+def test_rotation_of_halves(run: NumpyOperators) -> None:
+    whole = numbers(5, 3, 40)
+    x = whole[..., :38]
+    angles = RANDOM.standard_normal((5, 1, 19))
+    rotation = np.exp(1j * angles).astype(np.complex64)
+    first, second = x[..., :19].astype(np.float64), x[..., 19:].astype(np.float64)
+    right = np.concatenate((first * np.cos(angles) - second * np.sin(angles),
+                            second * np.cos(angles) + first * np.sin(angles)), -1)  # fmt: skip
+    kept = whole.copy()
+    run.rotate_halves(x, rotation)
+    np.testing.assert_allclose(x, right, atol=rounding_limit(4, scale=4))
+    np.testing.assert_array_equal(whole[..., 38:], kept[..., 38:])
+
+
+@EACH
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_of_few_queries(run: NumpyOperators, rows: int, masked: bool, has_sinks: bool) -> None:
+    sequences, heads, cached, size, value_size = 2, 3, 37, 20, 19
+    q = numbers(sequences, heads, rows, size)
+    keys = numbers(sequences, heads, cached + 4, size)[:, :, :cached]
+    values = numbers(sequences, heads, cached + 4, value_size)[:, :, :cached]
+    mask, sinks = None, None
+    scores = q.astype(np.float64) @ keys.swapaxes(-1, -2)
+    if masked:
+        mask = np.where(RANDOM.random((sequences, 1, rows, cached)) < 0.5, 0, np.float32(-1e9)).astype(np.float32)
+        mask[..., 0] = 0
+        scores += mask
+    total = np.exp(scores).sum(-1, keepdims=True)
+    if has_sinks:
+        sinks = numbers(heads, rows)
+        total += np.exp(sinks.astype(np.float64))[..., None]
+    right = np.exp(scores) / total @ values.astype(np.float64)
+    out = np.empty((sequences, heads, rows, value_size), np.float32)
+    run.attend(q, keys, values, mask, sinks, out)
+    # An error of a score is one of its exponential; the sums of a row's weights and values have their own.
+    largest = np.abs(q).max() * np.abs(keys).max() * size
+    limit = rounding_limit(size, scale=largest) + rounding_limit(2 * cached)
+    np.testing.assert_allclose(out, right, atol=limit * np.abs(values).max())
+
+
+@EACH
+def test_casts_round_to_nearest_even(run: NumpyOperators) -> None:
+    """All numbers halfway between two of bfloat16, their neighbours, and what is not finite."""
+    halves = (np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000)[:, None] + np.arange(-1, 2, dtype=np.int64)
+    with np.errstate(invalid="ignore"):
+        x = halves.astype(np.uint32).view(np.float32)
+        x = x[np.abs(x).min(1) > np.finfo(np.float32).tiny]  # oneDNN's instructions take denormal numbers for 0
+    out = np.empty(x.shape, BFLOAT16)
+    run.cast(x, out)
+    right = as_bfloat16(x)
+    is_nan = np.isnan(x)
+    np.testing.assert_array_equal(out[~is_nan], right[~is_nan])
+    assert np.isnan(as_float32(out)[is_nan]).all()
+    back = np.empty(x.shape, np.float32)
+    run.cast(out, back)
+    np.testing.assert_array_equal(back.view(np.uint32) >> 16, out)
+
+
+@EACH
+def test_a_number_does_not_depend_on_its_place(run: NumpyOperators) -> None:
+    """Results of rows keep their bits in tiles of any size: threads and recomputation change nothing."""
+    gate, up, out = numbers(7, 19), numbers(7, 19), np.empty((7, 19), np.float32)
+    run.gated(gate, up, out)
+    for row in range(7):
+        one = np.empty((1, 19), np.float32)
+        run.gated(gate[row : row + 1], up[row : row + 1], one)
+        np.testing.assert_array_equal(one[0], out[row])
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
+    return tmp_path / "a cache" / "run_trainer"
+
+
+@pytest.mark.skipif(not find_compiler(), reason="no compiler")
+def test_the_library_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later processes load it from the user's cache, and no other file stays there."""
+    assert find_rowwise.__wrapped__().library is not None
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
+    monkeypatch.setattr(build, "compile_library", lambda *_: pytest.fail("compiled again"))
+    assert find_rowwise.__wrapped__().library is not None
+
+
+@pytest.mark.skipif(not find_compiler(), reason="no compiler")
+def test_a_cache_that_cannot_be_written_is_not_needed(cache: Path) -> None:
+    cache.parent.write_text("a file where the folder would be")
+    assert find_rowwise.__wrapped__().library is not None
+
+
+def test_a_compiler_that_fails_leaves_numpy(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "broken-cc"
+    compiler.write_text("#!/bin/sh\necho 'rowwise.c: error: no such instruction' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    found = find_rowwise.__wrapped__()
+    assert found.library is None and "no such instruction" in found.text
+    assert not list(cache.glob("*"))
+    monkeypatch.setenv("CC", "")
+    assert find_rowwise.__wrapped__() == (None, "there is no C compiler")

@@ -1,0 +1,97 @@
+"""Compiles `rowwise.c` for this processor, once for each version of it, and loads the library."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.ops.host_library import has_avx2, has_avx512
+from trainer.storage.cache_folder import user_cache
+from trainer.storage.compiler import find_compiler
+
+SOURCE = Path(__file__).with_name("rowwise.c")
+FLAGS = ("-O3", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512")
+AVX2 = ("-mavx2", "-mfma")
+_TIMEOUT_SECONDS = 60
+
+
+class Rowwise(NamedTuple):
+    """The library, or None and the reason why there is none."""
+
+    library: ctypes.CDLL | None
+    text: str
+
+
+@functools.cache
+def find_rowwise() -> Rowwise:
+    """Loads the library, and compiles it first where the user's cache lacks it, in a second.
+
+    Without a compiler, or if it fails, NumPy and oneDNN compute the same functions more slowly.
+    """
+    compiler = find_compiler()
+    if not compiler:
+        return Rowwise(None, "there is no C compiler")
+    flags = (*FLAGS, *_instructions())
+    digest = hashlib.sha256(" ".join((*compiler, *flags, platform.machine())).encode())
+    digest.update(SOURCE.read_bytes())
+    name = f"rowwise-{digest.hexdigest()[:16]}.so"
+    try:
+        return Rowwise(_load_or_build(name, [*compiler, *flags]), f"compiled with {compiler[0]}")
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return Rowwise(None, f"{compiler[0]} cannot compile {SOURCE.name}: {error}")
+
+
+def _instructions() -> tuple[str, ...]:
+    """Returns the compiler's flags for the instructions that oneDNN uses, too."""
+    if has_avx512():
+        return AVX512
+    if has_avx2():
+        return AVX2
+    return ()
+
+
+def _load_or_build(name: str, command: list[str]) -> ctypes.CDLL:
+    """Returns the library from the user's cache; builds it there first, or in a temporary folder.
+
+    Raises:
+        OSError: The library cannot be loaded, or no folder can be written.
+        RuntimeError: The compiler fails.
+        subprocess.SubprocessError: The compiler does not end.
+    """
+    try:
+        folder = user_cache()
+        if (folder / name).is_file():
+            return ctypes.CDLL(str(folder / name))
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as building:
+            built = compile_library(Path(building) / name, command)
+            # Several processes may build at once; each puts its complete file in the same place.
+            built.replace(folder / name)
+            return ctypes.CDLL(str(folder / name))
+    except (OSError, RuntimeError):
+        # There is no home, or it cannot be written: the library lives as long as the process.
+        with tempfile.TemporaryDirectory(prefix="rowwise-") as building:
+            return ctypes.CDLL(str(compile_library(Path(building) / name, command)))
+
+
+def compile_library(path: Path, command: list[str]) -> Path:
+    """Compiles the library to `path`, and returns it.
+
+    Raises:
+        RuntimeError: The compiler fails.
+    """
+    arguments = [*command, "-o", str(path), str(SOURCE), "-lm"]
+    result = subprocess.run(
+        arguments, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT_SECONDS
+    )
+    if result.returncode:
+        lines = result.stderr.splitlines() or [f"exit code {result.returncode}"]
+        raise RuntimeError(next((line for line in lines if "error" in line), lines[0]))
+    return path

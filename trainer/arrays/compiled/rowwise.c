@@ -1,0 +1,359 @@
+/* Functions of rows of float32 numbers, each in one pass through the cache where NumPy needs several.
+
+   Each number goes through vectors of one width, the last ones of a row filled up: its result does not depend on its
+   place in a row or a tile. Sums of a row are taken lane by lane. Without -ffast-math NaN and infinity come through.
+
+   Sources: exp as in Cephes (Moshier 1989, expf.c); the others name theirs in operators.py. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define LANES 16
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float V __attribute__((vector_size(4 * LANES)));
+typedef int32_t I __attribute__((vector_size(4 * LANES)));
+typedef uint32_t U __attribute__((vector_size(4 * LANES)));
+typedef uint16_t H __attribute__((vector_size(2 * LANES)));
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE V load(const float *x) { V v; memcpy(&v, x, sizeof v); return v; }
+INLINE void store(float *x, V v) { memcpy(x, &v, sizeof v); }
+INLINE V fill(float x) { return x - (V){0}; }
+
+/* The last `size` numbers of a row, and zeros. */
+INLINE V load_end(const float *x, long size) { V v = {0}; memcpy(&v, x, 4 * size); return v; }
+INLINE void store_end(float *x, V v, long size) { memcpy(x, &v, 4 * size); }
+
+/* The larger numbers; NaN in y comes through. */
+INLINE V larger(V x, V y) {
+#if LANES == 16
+    return _mm512_max_ps(x, y);
+#elif LANES == 8
+    return _mm256_max_ps(x, y);
+#else
+    I above = x > y;
+    return (V)(((I)x & above) | ((I)y & ~above));
+#endif
+}
+
+INLINE V smaller(V x, V y) {
+#if LANES == 16
+    return _mm512_min_ps(x, y);
+#elif LANES == 8
+    return _mm256_min_ps(x, y);
+#else
+    I below = x < y;
+    return (V)(((I)x & below) | ((I)y & ~below));
+#endif
+}
+
+/* x where `limit` <= y or y is NaN, otherwise 0. */
+INLINE V zero_below(V x, V y, V limit) {
+#if LANES == 16
+    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(y, limit, _CMP_LT_OQ), _mm512_setzero_ps());
+#else
+    return (V)((I)x & ~(I)(y < limit));
+#endif
+}
+
+INLINE float sum_lanes(V v) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += v[lane];
+    return sum;
+}
+
+/* exp(x); 0 below -87, where float32 is about to become denormal, and exp(88) from 88 on. */
+INLINE V exponential(V x) {
+    const V low = fill(-87.0f), high = fill(88.0f), rounding = fill(12582912.0f);
+    V within = smaller(high, larger(low, x));
+    V shifted = within * 1.44269504088896341f + rounding; /* its last bits hold the exponent of 2 */
+    V power = shifted - rounding;
+    V r = within - power * 0.693359375f;
+    r = r + power * 2.12194440e-4f;
+    V p = fill(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.0f);
+    V result = (V)((I)p + (I)((U)(I)shifted << 23));
+    return zero_below(result, x, low);
+}
+
+/* 1 / (1 + exp(-x)); 0 below -87. */
+INLINE V sigmoid(V x) { return zero_below(1.0f / (1.0f + exponential(-x)), x, fill(-87.0f)); }
+
+EXPORT void softmax(const float *x, float *out, long rows, long size) {
+    for (long row = 0; row < rows; row++, x += size, out += size) {
+        V most = fill(-INFINITY);
+        long i = 0;
+        for (; i + LANES <= size; i += LANES) most = larger(most, load(x + i));
+        float largest = -INFINITY;
+        int undefined = 0;
+        for (int lane = 0; lane < LANES; lane++) {
+            undefined |= most[lane] != most[lane];
+            largest = most[lane] > largest ? most[lane] : largest;
+        }
+        for (long j = i; j < size; j++) {
+            undefined |= x[j] != x[j];
+            largest = x[j] > largest ? x[j] : largest;
+        }
+        if (undefined) largest = NAN;
+        V sums = {0};
+        for (i = 0; i + LANES <= size; i += LANES) {
+            V e = exponential(load(x + i) - largest);
+            sums += e;
+            store(out + i, e);
+        }
+        float sum = sum_lanes(sums);
+        if (i < size) {
+            V e = exponential(load_end(x + i, size - i) - largest);
+            store_end(out + i, e, size - i);
+            for (int lane = 0; lane < size - i; lane++) sum += e[lane];
+        }
+        float inverse = 1.0f / sum;
+        for (i = 0; i + LANES <= size; i += LANES) store(out + i, load(out + i) * inverse);
+        for (; i < size; i++) out[i] *= inverse;
+    }
+}
+
+EXPORT void softmax_gradient(const float *y, const float *grad, float *out, long rows, long size) {
+    for (long row = 0; row < rows; row++, y += size, grad += size, out += size) {
+        V sums = {0};
+        long i = 0;
+        for (; i + LANES <= size; i += LANES) sums += load(y + i) * load(grad + i);
+        if (i < size) sums += load_end(y + i, size - i) * load_end(grad + i, size - i);
+        float sum = sum_lanes(sums);
+        for (i = 0; i + LANES <= size; i += LANES) store(out + i, load(y + i) * (load(grad + i) - sum));
+        for (; i < size; i++) out[i] = y[i] * (grad[i] - sum);
+    }
+}
+
+/* 1 / sqrt(mean(x^2) + eps) of each row; `step` is the distance of rows. */
+EXPORT void rms_scales(const float *x, float *scale, long rows, long size, long step, float eps) {
+    for (long row = 0; row < rows; row++, x += step) {
+        V sums = {0}, more = {0};
+        long i = 0;
+        for (; i + 2 * LANES <= size; i += 2 * LANES) {
+            V one = load(x + i), two = load(x + i + LANES);
+            sums += one * one;
+            more += two * two;
+        }
+        for (; i < size; i += LANES) {
+            V one = i + LANES <= size ? load(x + i) : load_end(x + i, size - i);
+            sums += one * one;
+        }
+        scale[row] = 1.0f / sqrtf(sum_lanes(sums + more) / size + eps);
+    }
+}
+
+EXPORT void rms_norm(const float *x, const float *weight, const float *scale, float *out, long rows, long size,
+                     long step, long out_step) {
+    for (long row = 0; row < rows; row++, x += step, out += out_step) {
+        long i = 0;
+        for (; i + LANES <= size; i += LANES) store(out + i, load(x + i) * scale[row] * load(weight + i));
+        for (; i < size; i++) out[i] = x[i] * scale[row] * weight[i];
+    }
+}
+
+/* Replaces grad by the gradient of x, and adds up the gradient of the weight. */
+EXPORT void rms_norm_gradient(const float *x, const float *weight, const float *scale, float *grad, float *weight_grad,
+                              long rows, long size, long step, long grad_step) {
+    for (long row = 0; row < rows; row++, x += step, grad += grad_step) {
+        float s = scale[row];
+        V sums = {0};
+        long i = 0;
+        for (; i + LANES <= size; i += LANES) {
+            V product = load(x + i) * load(grad + i);
+            store(weight_grad + i, load(weight_grad + i) + product * s);
+            sums += product * load(weight + i);
+        }
+        if (i < size) {
+            V product = load_end(x + i, size - i) * load_end(grad + i, size - i);
+            store_end(weight_grad + i, load_end(weight_grad + i, size - i) + product * s, size - i);
+            sums += product * load_end(weight + i, size - i);
+        }
+        float projected = sum_lanes(sums) * (s * s * s / size);
+        for (i = 0; i + LANES <= size; i += LANES)
+            store(grad + i, load(grad + i) * load(weight + i) * s - load(x + i) * projected);
+        for (; i < size; i++) grad[i] = grad[i] * weight[i] * s - x[i] * projected;
+    }
+}
+
+/* Gated activations. The activation of GELU is x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3). */
+#define GELU_ROOT 1.5957691216057308f
+#define GELU_CUBE 0.044715f
+
+INLINE V gate_of(V x, int gelu) {
+    if (gelu) return x * sigmoid(GELU_ROOT * x * (1.0f + GELU_CUBE * x * x));
+    return x * sigmoid(x);
+}
+
+/* The derivative of `gate_of`; writes the activation to `active`. */
+INLINE V gate_slope(V x, V *active, int gelu) {
+    V s, inner;
+    if (gelu) {
+        V square = GELU_CUBE * x * x;
+        s = sigmoid(GELU_ROOT * x * (1.0f + square));
+        inner = GELU_ROOT * x * (1.0f + 3.0f * square);
+    } else {
+        s = sigmoid(x);
+        inner = x;
+    }
+    *active = x * s;
+    return s * (1.0f + inner * (1.0f - s));
+}
+
+INLINE void gated_kind(const float *gate, const float *up, float *out, long size, int gelu) {
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) store(out + i, gate_of(load(gate + i), gelu) * load(up + i));
+    long end = size - i;
+    if (end) store_end(out + i, gate_of(load_end(gate + i, end), gelu) * load_end(up + i, end), end);
+}
+
+EXPORT void gated(const float *gate, const float *up, float *out, long size, int gelu) {
+    if (gelu) gated_kind(gate, up, out, size, 1);
+    else gated_kind(gate, up, out, size, 0);
+}
+
+INLINE void gated_gradient_kind(float *gate, float *up, const float *grad, float *result, long size, int gelu) {
+    V active;
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        V g = load(grad + i), u = load(up + i);
+        V slope = gate_slope(load(gate + i), &active, gelu);
+        if (result) store(result + i, active * u);
+        store(gate + i, g * u * slope);
+        store(up + i, g * active);
+    }
+    long end = size - i;
+    if (end) {
+        V g = load_end(grad + i, end), u = load_end(up + i, end);
+        V slope = gate_slope(load_end(gate + i, end), &active, gelu);
+        if (result) store_end(result + i, active * u, end);
+        store_end(gate + i, g * u * slope, end);
+        store_end(up + i, g * active, end);
+    }
+}
+
+/* Replaces gate and up by their gradients; `result` receives the product unless it is NULL. */
+EXPORT void gated_gradient(float *gate, float *up, const float *grad, float *result, long size, int gelu) {
+    if (gelu) gated_gradient_kind(gate, up, grad, result, size, 1);
+    else gated_gradient_kind(gate, up, grad, result, size, 0);
+}
+
+/* Multiplies the pairs of each head, as complex numbers, by the rotations of its row. Steps are in numbers. */
+EXPORT void rotate(float *x, const float *rotation, long rows, long heads, long pairs, long step, long head_step,
+                   long rotation_step) {
+    for (long row = 0; row < rows; row++, x += step, rotation += rotation_step) {
+        for (long head = 0; head < heads; head++) {
+            float *numbers = x + head * head_step;
+            for (long pair = 0; pair < pairs; pair++) {
+                float real = numbers[2 * pair], imaginary = numbers[2 * pair + 1];
+                float cosine = rotation[2 * pair], sine = rotation[2 * pair + 1];
+                numbers[2 * pair] = real * cosine - imaginary * sine;
+                numbers[2 * pair + 1] = real * sine + imaginary * cosine;
+            }
+        }
+    }
+}
+
+/* Rotates numbers i and i + half of each head by the rotations of its row. */
+EXPORT void rotate_halves(float *x, const float *rotation, long rows, long heads, long half, long step, long head_step,
+                          long rotation_step) {
+    for (long row = 0; row < rows; row++, x += step, rotation += rotation_step) {
+        for (long head = 0; head < heads; head++) {
+            float *first = x + head * head_step, *second = first + half;
+            for (long i = 0; i < half; i++) {
+                float cosine = rotation[2 * i], sine = rotation[2 * i + 1];
+                float one = first[i], two = second[i];
+                first[i] = one * cosine - two * sine;
+                second[i] = two * cosine + one * sine;
+            }
+        }
+    }
+}
+
+INLINE float dot(const float *x, const float *y, long size) {
+    V sums = {0};
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) sums += load(x + i) * load(y + i);
+    if (i < size) sums += load_end(x + i, size - i) * load_end(y + i, size - i);
+    return sum_lanes(sums);
+}
+
+/* Sizes of `attend`: of its arrays, and the distances of sequences, heads and positions, in numbers. */
+typedef struct {
+    long sequences, heads, rows, cached, size, value_size;
+    long key_sequence, key_head, key, value_sequence, value_head, value, mask_sequence, mask_row;
+} AttendSizes;
+
+/* softmax(q k^T + mask) v for `rows` queries of each head and sequence; q and out are contiguous.
+
+   `mask` and `sinks` [heads, rows] may be NULL: a sink is one more score, without a value. `scores` has room for the
+   scores of a query, and one more. */
+EXPORT void attend(const float *q, const float *keys, const float *values, const float *mask, const float *sinks,
+                   float *scores, float *out, const AttendSizes *sizes) {
+    AttendSizes n = *sizes;
+    for (long row = 0; row < n.sequences * n.heads * n.rows; row++, q += n.size, out += n.value_size) {
+        long sequence = row / (n.heads * n.rows), head = row / n.rows % n.heads;
+        const float *key = keys + sequence * n.key_sequence + head * n.key_head;
+        const float *value = values + sequence * n.value_sequence + head * n.value_head;
+        for (long i = 0; i < n.cached; i++) scores[i] = dot(q, key + i * n.key, n.size);
+        if (mask) {
+            const float *added = mask + sequence * n.mask_sequence + row % n.rows * n.mask_row;
+            for (long i = 0; i < n.cached; i++) scores[i] += added[i];
+        }
+        long all = n.cached;
+        if (sinks) scores[all++] = sinks[row % (n.heads * n.rows)];
+        softmax(scores, scores, 1, all);
+        memset(out, 0, n.value_size * sizeof(float));
+        for (long i = 0; i < n.cached; i++, value += n.value) {
+            long j = 0;
+            for (; j + LANES <= n.value_size; j += LANES) store(out + j, load(out + j) + scores[i] * load(value + j));
+            for (; j < n.value_size; j++) out[j] += scores[i] * value[j];
+        }
+    }
+}
+
+/* Rounds to bfloat16, to nearest, ties to even; NaN stays NaN. */
+EXPORT void to_bfloat16(const float *x, uint16_t *out, long rows, long size, long step, long out_step) {
+    for (long row = 0; row < rows; row++, x += step, out += out_step) {
+        long i = 0;
+        for (; i + LANES <= size; i += LANES) {
+            V numbers = load(x + i);
+            U bits = (U)numbers;
+            U undefined = (U)(numbers != numbers);
+            U rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
+            rounded = (undefined & ((bits >> 16) | 0x40)) | (~undefined & rounded);
+            H narrow = __builtin_convertvector(rounded, H);
+            memcpy(out + i, &narrow, sizeof narrow);
+        }
+        for (; i < size; i++) {
+            uint32_t bits;
+            memcpy(&bits, x + i, 4);
+            out[i] = x[i] != x[i] ? (bits >> 16) | 0x40 : (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
+        }
+    }
+}
+
+EXPORT void to_float32(const uint16_t *x, float *out, long rows, long size, long step, long out_step) {
+    for (long row = 0; row < rows; row++, x += step, out += out_step) {
+        for (long i = 0; i < size; i++) {
+            uint32_t bits = (uint32_t)x[i] << 16;
+            memcpy(out + i, &bits, 4);
+        }
+    }
+}
