@@ -6,7 +6,7 @@ within rounding. `operators.py` chooses.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,26 @@ Activation: TypeAlias = Literal["silu", "gelu"]
 _GELU_ROOT = np.float32((8 / np.pi) ** 0.5)
 _GELU_CUBE = np.float32(0.044715)
 _GELU_NUMBERS = 1 << 16  # at once: fewer have more calls, more leave the cache
+
+
+class AdamWNumbers(NamedTuple):
+    """Numbers of an update of AdamW; `rowwise.c` has the same fields.
+
+    Attributes:
+        scale: Factor on the gradient.
+        rate, eps: Of the step, with the bias corrections.
+        new_first, new_second: Weights of the gradient and of its square in the moments.
+        beta2: Weight of the second moment before.
+        keep: Factor on the weight, for weight decay.
+    """
+
+    scale: float
+    rate: float
+    eps: float
+    new_first: float
+    beta2: float
+    new_second: float
+    keep: float
 
 
 class NumpyOperators:
@@ -156,6 +176,32 @@ class NumpyOperators:
         second *= rotation.real
         second += first * rotation.imag
         first[...] = rotated
+
+    def adamw(
+        self, weight: np.ndarray, first: np.ndarray, second: np.ndarray, gradient: np.ndarray, numbers: AdamWNumbers,
+        work: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Adds the scaled gradient to both moments; then w = keep w - rate first / (sqrt(second) + eps).
+
+        All arrays are contiguous, [size]; `work` [2, at least size] is overwritten.
+        """
+        x, scaled = (array[: weight.size] for array in work)
+        if numbers.scale != 1.0:
+            gradient = np.multiply(gradient, np.float32(numbers.scale), out=scaled)
+        np.subtract(gradient, first, out=x)
+        np.multiply(x, np.float32(numbers.new_first), out=x)
+        np.add(first, x, out=first)
+        np.multiply(gradient, gradient, out=x)
+        np.multiply(x, np.float32(numbers.new_second), out=x)
+        np.multiply(second, np.float32(numbers.beta2), out=second)
+        np.add(second, x, out=second)
+        np.sqrt(second, out=x)
+        np.add(x, np.float32(numbers.eps), out=x)
+        np.divide(first, x, out=x)
+        np.multiply(x, np.float32(numbers.rate), out=x)
+        if numbers.keep != 1.0:
+            np.multiply(weight, np.float32(numbers.keep), out=weight)
+        np.subtract(weight, x, out=weight)
 
     def rotate(self, x: np.ndarray, rotation: np.ndarray) -> None:
         """Multiplies neighbours in the rows of [n, heads, d], taken as complex numbers, by rotations [n, 1, d / 2]."""

@@ -11,6 +11,7 @@ from trainer.arrays.onednn import OneDnnOperators
 from trainer.ops.host_library import library
 
 _THREAD = threading.local()
+_ONE_COMPILES = threading.Lock()
 
 
 def operators() -> NumpyOperators:
@@ -24,7 +25,8 @@ def _make_operators() -> NumpyOperators:
     onednn = library()
     if onednn is None:
         return NUMPY_OPERATORS
-    rowwise = find_rowwise().library
+    with _ONE_COMPILES:
+        rowwise = find_rowwise().library
     if rowwise is None:
         return OneDnnOperators(onednn)
     return CompiledOperators(onednn, rowwise)

@@ -81,8 +81,7 @@ def _arrays_cost(arguments: tuple) -> tuple[float, float]:
 
 
 def _adamw_cost(arguments: tuple) -> tuple[float, float]:
-    item, block = arguments[:2]
-    return 7 * item.weight[block].nbytes, 0.0  # four arrays are read and three written
+    return 7 * arguments[1].nbytes, 0.0  # four arrays are read and three written
 
 
 def _squares_cost(arguments: tuple) -> tuple[float, float]:
@@ -108,7 +107,6 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     from trainer.arrays.vocabulary import embedding, head
     from trainer.device.threads import HostThreads
     from trainer.models import decoder
-    from trainer.ops.updates import adamw
 
     patches = Patches()
 
@@ -151,7 +149,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     measure(embedding, "embedding_gradient", "embedding", _arrays_cost)
     measure(Tensor, "asnumpy", "tensors as arrays")
     measure(measures, "squares", "norm of the gradients", _squares_cost)
-    measure(adamw, "_update_block", "optimizer", _adamw_cost)
+    measure(kind, "adamw", "optimizer", _adamw_cost)
     measure(step.optimizer, "update", "optimizer")
     measure(decoder.ModelParams, "refresh", "weights in the dtype of the products")
     measure(step, "build_inputs", "data")

@@ -16,7 +16,7 @@ from tolerances import rounding_limit
 from trainer.arrays.compiled import build
 from trainer.arrays.compiled.build import find_rowwise
 from trainer.arrays.compiled.operators import CompiledOperators
-from trainer.arrays.numpy_operators import BFLOAT16, NUMPY_OPERATORS, NumpyOperators
+from trainer.arrays.numpy_operators import BFLOAT16, NUMPY_OPERATORS, AdamWNumbers, NumpyOperators
 from trainer.ops.host_library import has_avx2, library
 from trainer.storage.bfloat16 import as_bfloat16, as_float32
 from trainer.storage.compiler import find_compiler
@@ -172,6 +172,23 @@ def test_attention_of_few_queries(run: NumpyOperators, rows: int, masked: bool, 
     largest = np.abs(q).max() * np.abs(keys).max() * size
     limit = rounding_limit(size, scale=largest) + rounding_limit(2 * cached)
     np.testing.assert_allclose(out, right, atol=limit * np.abs(values).max())
+
+
+@EACH
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_adamw(run: NumpyOperators, scale: float) -> None:
+    """The formula in float64; `tests/unit/ops/test_host_adamw.py` has that of the optimizer, with all its blocks."""
+    numbers_of = AdamWNumbers(scale, 1e-3, 1e-8, 0.1, 0.95, 0.05, 0.999)
+    weight, first, gradient = (numbers(301) for _ in range(3))
+    second = np.abs(numbers(301))
+    wide = gradient.astype(np.float64) * scale
+    right_first = first + (wide - first) * 0.1
+    right_second = second * 0.95 + wide**2 * 0.05
+    right = weight * 0.999 - right_first / (np.sqrt(right_second) + 1e-8) * 1e-3
+    run.adamw(weight, first, second, gradient, numbers_of, np.empty((2, 301), np.float32))
+    np.testing.assert_allclose(first, right_first, atol=rounding_limit(4) * 4)
+    np.testing.assert_allclose(second, right_second, rtol=rounding_limit(6))
+    np.testing.assert_allclose(weight, right, atol=rounding_limit(8) * 4)
 
 
 @EACH

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from trainer.arrays.numpy_operators import BFLOAT16, Activation
+from trainer.arrays.numpy_operators import BFLOAT16, Activation, AdamWNumbers
 from trainer.arrays.onednn import OneDnnOperators, address
 
 _ADDRESS = ctypes.c_void_p
@@ -27,6 +27,7 @@ _SIGNATURES = {
     "rotate": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6),
     "rotate_halves": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6),
     "attend": (_ADDRESS,) * 8,
+    "adamw": (*(_ADDRESS,) * 4, _SIZE, _ADDRESS),
     "to_bfloat16": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE),
     "to_float32": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE),
 }
@@ -133,6 +134,17 @@ class CompiledOperators(OneDnnOperators):
             address(q), address(keys), address(values), at_mask, at_sinks, address(scores), address(out),
             address(sizes),
         )  # fmt: skip
+
+    def adamw(
+        self, weight: np.ndarray, first: np.ndarray, second: np.ndarray, gradient: np.ndarray, numbers: AdamWNumbers,
+        work: np.ndarray,
+    ) -> None:  # fmt: skip
+        if not weight.size == first.size == second.size == gradient.size:
+            raise ValueError(f"a gradient of {gradient.size} numbers for a weight of {weight.size}")
+        values = np.array(numbers, np.float32)
+        self.rowwise.adamw(
+            address(weight), address(first), address(second), address(gradient), weight.size, address(values)
+        )
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
         if self.has_avx512 or np.float16 in (x.dtype, out.dtype) or x.ndim > 2 or not _has_dense_rows(x, out):

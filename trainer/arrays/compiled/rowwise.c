@@ -58,6 +58,17 @@ INLINE V smaller(V x, V y) {
 #endif
 }
 
+INLINE V root(V x) {
+#if LANES == 16
+    return _mm512_sqrt_ps(x);
+#elif LANES == 8
+    return _mm256_sqrt_ps(x);
+#else
+    for (int lane = 0; lane < LANES; lane++) x[lane] = sqrtf(x[lane]);
+    return x;
+#endif
+}
+
 /* x where `limit` <= y or y is NaN, otherwise 0. */
 INLINE V zero_below(V x, V y, V limit) {
 #if LANES == 16
@@ -325,6 +336,35 @@ EXPORT void attend(const float *q, const float *keys, const float *values, const
             for (; j + LANES <= n.value_size; j += LANES) store(out + j, load(out + j) + scores[i] * load(value + j));
             for (; j < n.value_size; j++) out[j] += scores[i] * value[j];
         }
+    }
+}
+
+typedef struct {
+    float scale, rate, eps, new_first, beta2, new_second, keep;
+} AdamW;
+
+INLINE V updated(V weight, V *first, V *second, V gradient, const AdamW *a) {
+    gradient *= a->scale;
+    *first += (gradient - *first) * a->new_first;
+    *second = *second * a->beta2 + gradient * gradient * a->new_second;
+    return weight * a->keep - *first / (root(*second) + a->eps) * a->rate;
+}
+
+/* Adds the gradient to both moments; then weight = keep weight - rate first / (sqrt(second) + eps). */
+EXPORT void adamw(float *weight, float *first, float *second, const float *gradient, long size, const AdamW *a) {
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        V m = load(first + i), v = load(second + i);
+        store(weight + i, updated(load(weight + i), &m, &v, load(gradient + i), a));
+        store(first + i, m);
+        store(second + i, v);
+    }
+    long end = size - i;
+    if (end) {
+        V m = load_end(first + i, end), v = load_end(second + i, end);
+        store_end(weight + i, updated(load_end(weight + i, end), &m, &v, load_end(gradient + i, end), a), end);
+        store_end(first + i, m, end);
+        store_end(second + i, v, end);
     }
 }
 
