@@ -103,6 +103,12 @@ RUN_NORMS_BFLOAT16 = 2 * U_BFLOAT16
 
 LOSS_IN_NF4 = 0.1
 """Of a loss after a training on a base in NF4, from that with the base in float32: codes move a matrix by some 10 %."""
+DIVERGENCE_IN_FEW_BYTES = 0.1
+"""Of the divergence from a teacher in NF4, whose codes move a matrix by some 10 %: the logits of a token move to both
+sides, and of their changes the divergence sees the mean over the vocabulary."""
+DIVERGENCE_BFLOAT16 = 4 * U_BFLOAT16
+"""Of the divergence where products or the teacher's matrices are in bfloat16: logits of size 1 move by some u, and the
+divergence by their mean, relative to differences of logits of size 1."""
 
 # ---- gradients by finite differences of float32 losses: relative and absolute ----------------------------------------
 #      With a step of 3e-3, the two values of a loss near 1 differ by rounding of some u, 1e-4 when divided by the step.

@@ -54,6 +54,8 @@ class StepState(StrictModel):
     spikes_in_a_row: Count
     first_weights: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
     """The digest of the weights that a loss of preferences compares with."""
+    teacher: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
+    """The digest of the weights of a distillation's teacher."""
 
 
 class DataLayout(LenientModel):

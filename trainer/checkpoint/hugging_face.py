@@ -19,7 +19,7 @@ import numpy as np
 
 from trainer.config.hugging_face import config_json, saved_class
 from trainer.data.tokens.chat_template import alpaca, load_chat_template
-from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, load_tokenizer
+from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, byte_letters, load_tokenizer
 from trainer.errors import UserError
 from trainer.storage.bfloat16 import as_bfloat16
 from trainer.storage.marker import read_saved
@@ -221,7 +221,7 @@ def _byte_tokenizer(settings: ModelConfig) -> Files:
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
+        "vocab": {letter: byte for byte, letter in enumerate(byte_letters())},
         "merges": [],
     }
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
@@ -237,18 +237,6 @@ def _byte_tokenizer(settings: ModelConfig) -> Files:
     special = {"eos_token": BYTES_EOS}
     return {"tokenizer.json": _json(tokenizer), "tokenizer_config.json": _json(described),
             "special_tokens_map.json": _json(special)}  # fmt: skip
-
-
-def _byte_letters() -> Iterator[str]:
-    """Yields the letter of each byte in a byte-level tokenizer (GPT-2's): printable bytes stand for themselves."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
-    others = 0
-    for byte in range(256):
-        if byte in printable:
-            yield chr(byte)
-        else:
-            yield chr(256 + others)
-            others += 1
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -512,6 +512,7 @@ def settings_record(config: Config) -> dict[str, Any]:
         section = getattr(config, name)
         if section is not None:
             record |= dict(_differing(section, name))
+    record.pop("loss.teacher", None)  # a digest records it
     return record
 
 

@@ -3,7 +3,8 @@ MindSpore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from trainer.checkpoint.store import (
 from trainer.checkpoint.tensor_names import disk_shapes, find_expert_names, from_disk, split_fused_tensors
 from trainer.config.layer_ranges import layer_text
 from trainer.config.schema.model import ModelConfig
+from trainer.config.teacher import teacher_run
 from trainer.errors import UserError
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import ParameterSpec
@@ -49,6 +51,7 @@ _OF_MODULES = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
 """Ends of the names that only multi-token prediction (MTP) modules have."""
 # Tables that older Hugging Face files contain; here they are computed from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
+_TEACHER = "loss.teacher"
 _OTHER_MODULES = "model.mtp_"
 """How names in MTP modules of ERNIE 4.5 begin, which are not those of DeepSeek-V3."""
 
@@ -87,6 +90,37 @@ def check_files(config: Config) -> None:
     """Raises the UserError of `open_initial_weights` without reading numbers: files, names, dtypes and shapes alone."""
     if config.load_checkpoint:
         _fitting_model(config, numbers=False)
+
+
+def check_teacher_files(config: Config) -> None:
+    """Raises the UserError of `open_teacher_weights` without reading numbers: files, names, dtypes and shapes alone."""
+    teacher = teacher_run(config)
+    if teacher is not None:
+        with _naming_teacher(config):
+            check_files(teacher)
+
+
+def open_teacher_weights(config: Config, world: World = SINGLE_PROCESS) -> CheckedWeights:
+    """Opens the weights of a distillation's teacher, which each rank of `world` reads.
+
+    Raises:
+        UserError: The files cannot be read, or belong to another model than the config.json beside them.
+    """
+    teacher = teacher_run(config)
+    assert teacher is not None, "only a distillation has a teacher"
+    with _naming_teacher(config):
+        checked = open_initial_weights(teacher, world=world)
+    assert checked is not None, "a teacher has a folder"
+    return checked._replace(where=config.source.where(_TEACHER), key=_TEACHER)
+
+
+@contextlib.contextmanager
+def _naming_teacher(config: Config) -> Iterator[None]:
+    """Gives errors the key of the teacher's folder."""
+    try:
+        yield
+    except UserError as error:
+        raise error.with_location(config.source.where(_TEACHER), _TEACHER) from error
 
 
 class CheckedWeights(NamedTuple):

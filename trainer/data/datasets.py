@@ -225,7 +225,7 @@ def _build_source(
     if not settings.packing and token_file.meta.num_conversations:
         packing = "whole"
     documents = split.all_documents(token_file.offsets)
-    pairs = config.loss is not None
+    pairs = config.preferences is not None
     if pairs:
         packing = settings.packing or "whole"
         documents = pairs_of_documents(documents)
@@ -302,7 +302,7 @@ def _truncate_or_drop(
     seq_length = config.decoder.seq_length
     key = f"{section}.overlong"
     is_long = samples.lengths > seq_length
-    loss = config.loss
+    loss = config.preferences
     if loss is not None and overlong == "truncate" and is_long.any():
         first = int(is_long.argmax())
         both = ""

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from mindspore import Parameter
 
     from trainer.arrays.cells import DecoderPart
+    from trainer.arrays.vocabulary.distillation import WriteLogits
     from trainer.config.schema.model import ModelConfig
     from trainer.models.compute_weights import ModelParams
     from trainer.models.dropout import DropoutShards
@@ -295,7 +296,10 @@ class ArrayParts:
         if call.statistics is not None and not number:
             terms = find_terms(self.settings)
             call.statistics.terms = terms
-        arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1), call.inputs.pairs, terms
+        distillation = None
+        if not number:
+            distillation = call.inputs.distillation
+        arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1), call.inputs.pairs, terms, distillation
         loss = run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
         if call.observer is not None:
             call.observer.loss(number, loss)
@@ -304,6 +308,10 @@ class ArrayParts:
     def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
         return Tensor.from_numpy(self._logits(SublayerCall(self.heads[0].arrays()), host_array(x_ND)))
+
+    def logits_by_rows(self, x_ND: Tensor) -> WriteLogits:
+        """Returns a function that computes the logits of some rows of a residual stream after the last layer."""
+        return self.head.logits_by_rows(SublayerCall(self.heads[0].arrays(), save=False), host_array(x_ND))
 
     def scores(self, x_ND: Tensor, last_A: np.ndarray) -> np.ndarray:
         """Returns a reward model's scores of the answers that end with these tokens, float64 [A]."""

@@ -8,7 +8,7 @@ Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -38,11 +38,13 @@ from trainer.storage.quantized import FrozenMatrix
 if TYPE_CHECKING:
     import numpy as np
 
+    from trainer.arrays.vocabulary.distillation import WriteLogits
     from trainer.config.schema.model import ModelConfig
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
     from trainer.parallel.tensor import RankModelShard
+    from trainer.storage.base_dtypes import BaseDtype
 
 Losses: TypeAlias = "tuple[Tensor | None, ...]"
 """The fields of `LossSums` except the last; None where these layers contribute nothing."""
@@ -147,6 +149,7 @@ class Decoder(DecoderForward):
             empty sequence means nothing in all layers.
         shard: The part of the model that this rank has, and the ranks that have the others; None: this rank has all. A
             pipeline stage calls the parts of the decoder itself.
+        dtypes: By name, how frozen matrices are held in few bytes; None: as the adapters of the settings say.
 
     Attributes:
         parameters_by_name: The parameters by Hugging Face's names, adapters at the end: a Parameter or, of the base
@@ -163,6 +166,7 @@ class Decoder(DecoderForward):
         frozen: Collection[str] = (),
         recomputed: Sequence[str] = (),
         shard: RankModelShard | None = None,
+        dtypes: Mapping[str, BaseDtype] | None = None,
     ) -> None:
         spec = model_spec(settings)
         super().__init__(settings, spec.num_layers, spec.mtp_modules)
@@ -171,7 +175,8 @@ class Decoder(DecoderForward):
         specs = spec.parameters()
         trained = {name for name, parameter in specs.items() if name not in frozen and parameter.role != "buffer"}
         self.parameters_by_name: dict[str, Any] = {}
-        dtypes = base_dtypes(settings)
+        if dtypes is None:
+            dtypes = base_dtypes(settings)
         for name, parameter in specs.items():
             local = None
             if shard is not None:
@@ -252,6 +257,11 @@ class Decoder(DecoderForward):
         """Returns a reward model's scores of the answers that end with these tokens of the batch, float64 [A]."""
         assert isinstance(self.parts, ArrayParts), "the checks of a configuration refuse scores on other engines"
         return self.parts.scores(self.hidden_states(inputs), last_A)
+
+    def logits_by_rows(self, inputs: ModelInputs) -> WriteLogits:
+        """Returns a function that computes the logits of some tokens of a batch, after the pass through all layers."""
+        assert isinstance(self.parts, ArrayParts), "the checks of a configuration refuse distillation on other engines"
+        return self.parts.logits_by_rows(self.hidden_states(inputs))
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Returns the logits of every token, [N, V]; for evaluation and tests, not for training."""

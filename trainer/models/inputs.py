@@ -21,6 +21,7 @@ from trainer.ops.measures import metric_functions
 from trainer.ops.routing import Routing, RoutingCounts, StepExpertLoad
 
 if TYPE_CHECKING:
+    from trainer.arrays.vocabulary.distillation import Distillation
     from trainer.config.schema.model import ModelConfig
     from trainer.config.schema.moe import MoEConfig
     from trainer.config.schema.runner import LossConfig
@@ -90,6 +91,8 @@ class ModelInputs(NamedTuple):
     """The pairs of answers for a loss of preferences; None: the loss is the sum over the tokens."""
     noise_M: np.ndarray | None = None
     """float32, largest absolute noise on the embedding of each token of the micro-batch, on all ranks; None: none."""
+    distillation: Distillation | None = None
+    """The teacher's logits, which the main model's head compares with its own; None: there is no teacher."""
 
 
 class LossSums(NamedTuple):
@@ -102,7 +105,7 @@ class LossSums(NamedTuple):
     total: Tensor
     tokens: Tensor
     """Losses of all loss tokens, or of all images. With `RouterStatistics.terms` those are in it: `terms` has the cross
-    entropy alone."""
+    entropy alone. So has `Distillation`, which is in it in a training."""
     aux_loss: Tensor | None = None
     """Sum over the routers; see `trainer.models.moe.RouterLosses`."""
     z_loss: Tensor | None = None
@@ -189,14 +192,16 @@ class InputBuilder:
         shard: Says which tokens of each sequence the rank has; None: all. A batch has the full sequences, of which the
             masks of attention need all tokens.
         loss: The loss of preferences; None: of tokens.
+        teach: Computes what the teacher of a distillation says about a batch; None: there is no teacher.
     """
 
     def __init__(
         self, settings: ModelConfig, kernels: KernelSet, shard: RankModelShard | None = None,
-        loss: LossConfig | None = None,
+        loss: LossConfig | None = None, teach: Callable[[AnyBatch], Distillation] | None = None,
     ) -> None:  # fmt: skip
         self.settings = settings
         self.loss = loss
+        self.teach = teach
         self.kernels = kernels
         if shard is None:
             self.part = ContextShard(0, 1)
@@ -238,6 +243,9 @@ class InputBuilder:
         if self.loss is not None:
             assert not isinstance(batch, WeightedBatch), "a loss of preferences has no weights"
             pairs = find_pairs(batch, self.loss)
+        distillation = None
+        if self.teach is not None:
+            distillation = self.teach(batch)
         return ModelInputs(
             Tensor(self.part.select_tokens(batch.input_ids).reshape(-1)),
             Tensor(np.where(valid, labels, 0).astype(np.int32)),
@@ -253,6 +261,7 @@ class InputBuilder:
             window_tables,
             pairs,
             self._noise(batch),
+            distillation,
         )
 
     def _noise(self, batch: AnyBatch) -> np.ndarray | None:

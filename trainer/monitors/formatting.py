@@ -157,7 +157,10 @@ def eval_line(metrics: EvalMetrics) -> str:
     if metrics.accuracy is not None:
         images = f"{count(metrics.tokens)} images in {duration(metrics.seconds)}"
         return f"{name}: loss {metrics.loss:.4f}, accuracy {100 * metrics.accuracy:.2f} % ({images})"
-    return f"{name}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g} ({tokens})"
+    divergence = ""
+    if metrics.kl is not None:
+        divergence = f", kl {metrics.kl:.4g}"
+    return f"{name}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.4g}{divergence} ({tokens})"
 
 
 def start_line(info: RunInfo) -> str:

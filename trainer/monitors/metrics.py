@@ -91,6 +91,7 @@ class EvalMetrics:
     seconds: float  # wall-clock time
     accuracy: float | None = None  # fraction of the images, or of the pairs of answers, that are right
     margin: float | None = None  # of pairs of answers: mean reward of the chosen ones minus that of the rejected ones
+    kl: float | None = None  # mean divergence from the teacher of a distillation, in nats
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,17 @@ class ActivationMemory:
             normed += _WIDE * spec.embedding * tokens
         return self.stream + normed + max(logits, self.stream)
 
+    def taught_rows(self) -> int:
+        """Returns the bytes of a teacher while the student's head runs.
+
+        They are the normed rows, and in float32 the logits of some rows: its own, and those of the student at the
+        temperature.
+        """
+        spec = self.spec
+        tokens = self.rows["tokens"]
+        tiles = 2 * _WIDE * logit_rows(tokens, spec.vocabulary) * spec.vocabulary
+        return tiles + (_WIDE + self.rounded) * spec.embedding * tokens
+
     def _attention_kept(self, spec: AttentionSpec) -> int:
         return self.stream + self._bytes(self._attention_saved(spec))
 

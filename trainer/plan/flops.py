@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from trainer.config.teacher import teacher_run
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN, MAPPING_OUT, adapter_names, sublayer_of
@@ -54,12 +55,16 @@ def flops_per_sequence(config: Config) -> float:
 
     A training step is counted with its backward pass; other modes with the forward pass only. Experts count with those
     that are chosen for a token. Frozen weights have no gradient, and below the lowest layer with a trained weight there
-    is no backward pass. Adapters count like other matrices.
+    is no backward pass. Adapters count like other matrices. With a teacher its forward pass counts, too.
     """
     if config.classifier is not None:
         return sum(each.flops for each in _classifier_products(config.classifier, config.trains))
+    taught = 0.0
+    teacher = teacher_run(config)
+    if teacher is not None:
+        taught = flops_per_sequence(teacher)
     layers, ends = decoder_products(config)
-    return config.decoder.seq_length * sum(each.flops for part in (*layers, ends) for each in part)
+    return taught + config.decoder.seq_length * sum(each.flops for part in (*layers, ends) for each in part)
 
 
 def _classifier_products(settings: ClassifierConfig, trains: bool) -> Iterator[Products]:

@@ -19,10 +19,11 @@ from trainer.config.checks.parallel import (
     shards_optimizer,
     zero_level,
 )
+from trainer.config.teacher import teacher_dtypes, teacher_run
 from trainer.device.doctor import available_memory_bytes, total_memory_bytes
 from trainer.errors import UserError
 from trainer.models.spec.names import EMBEDDING, HEAD, LAYERS, SCORE, is_expert
-from trainer.models.spec.shapes import base_dtypes
+from trainer.models.spec.shapes import base_dtypes, parameter_shapes
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
@@ -125,7 +126,21 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, params
             parts["activations"] = activations.training_peak(_gradients_in_backward_pass(params, shard_bytes, trained))
         else:
             parts["activations"] = _operator_bytes(config, params, world)
+    teacher = teacher_run(config)
+    if teacher is not None and on_host and not parallel_degrees(config, world).shards_model:  # else it is refused
+        _add_teacher(parts, config, teacher, world)
     return parts | {"total": sum(parts.values())}
+
+
+def _add_teacher(parts: dict[str, int], config: Config, teacher: Config, world: World) -> None:
+    """Adds the weights of a teacher and what it keeps for the head; its pass is over before the student's begins."""
+    dtypes = teacher_dtypes(config)
+    shapes = parameter_shapes(teacher.decoder)
+    weights = sum(bytes_of(math.prod(shape), dtypes.get(name)) for name, shape in shapes.items())
+    [params] = rank_params_per_stage(teacher, world)
+    activations = ActivationMemory(teacher, world, params, _product_bytes(config, world))
+    parts["teacher"] = weights + activations.taught_rows()
+    parts["activations"] = max(parts["activations"], activations.evaluation_peak())
 
 
 class _ShardBytes:

@@ -82,6 +82,20 @@ class ParameterGroupPlan:
     lr_ratio: float = 1.0
 
 
+@dataclass(frozen=True)
+class TeacherPlan:
+    """The teacher of a distillation.
+
+    Attributes:
+        weights: Number of its weights.
+        dtype: How its matrices are held in memory.
+    """
+
+    folder: str
+    weights: int
+    dtype: str
+
+
 NO_WEIGHTS = ParameterGroupPlan("frozen", 0.0, 0, 0)
 
 
@@ -104,6 +118,7 @@ class ModelPlan:
     dtypes: dict[str, PartDtype] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=dict)
     recomputed: tuple[Part, ...] = ()
+    teacher: TeacherPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -292,7 +307,16 @@ def _model_plan(config: Config, world: World, device: str) -> ModelPlan:
         dtypes=part_dtypes(settings, precision, kernels),
         experts=experts_plan(config),
         recomputed=recomputed,
+        teacher=_teacher_plan(config),
     )
+
+
+def _teacher_plan(config: Config) -> TeacherPlan | None:
+    loss = config.distillation
+    if loss is None or config.teacher is None:
+        return None
+    weights = sum(math.prod(shape) for shape in all_shapes(config.teacher.decoder).values())
+    return TeacherPlan(loss.teacher or "", weights, loss.teacher_dtype or "float32")
 
 
 def _data_plan(config: Config, data: TrainingBatches | EvalBatches | None) -> DataPlan:
@@ -385,7 +409,9 @@ def _open_data(
     if config.run_mode in ("predict", "chat") or config.tasks:
         return None
     from trainer.data.batches.loader import eval_batches, training_batches
+    from trainer.data.teacher import check_teacher_tokenizer
 
+    notes += check_teacher_tokenizer(config)
     if not config.trains:
         return eval_batches(backend.data_config, backend.data_ranks, progress, notes.append)
     return training_batches(backend.data_config, backend.data_ranks, progress, notes.append)

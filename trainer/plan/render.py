@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.data.batches.packing import RecordWeights
     from trainer.plan.division import RankShards, ShardingPlan
     from trainer.plan.pipeline import PipelinePlan
-    from trainer.plan.plan import DataPlan, ModelPlan, OptimizerSharding, Plan, StepsPlan
+    from trainer.plan.plan import DataPlan, ModelPlan, OptimizerSharding, Plan, StepsPlan, TeacherPlan
     from trainer.plan.traffic import TrafficPlan
 
 _LOCATION = re.compile(r"\(([^()\s]+\.ya?ml):(\d+)\)")
@@ -122,6 +122,8 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
         if plan.config.trains:
             parts["dropout"] = _dropout(settings)
     parts["recompute"] = recompute_text(model.recomputed)
+    if model.teacher is not None:
+        parts["teacher"] = _teacher(model.teacher, plan.config)
     rows += [(name, text) for name, text in parts.items() if text]
     if verbose:
         return rows
@@ -321,6 +323,13 @@ def _attention(settings: ModelConfig) -> str:
         queries = f"queries from {latent.query_rank:,} numbers, "
     cached = f"prediction caches {sum(attention.cache_widths):,} numbers a token and layer"
     return f"multi-head latent: {queries}keys and values from {latent.key_value_rank:,}; {cached}"
+
+
+def _teacher(teacher: TeacherPlan, config: Config) -> str:
+    loss = config.distillation
+    assert loss is not None, "only a distillation has a teacher"
+    weights = f"{teacher.weights:,} weights, matrices in {teacher.dtype}"
+    return f"{teacher.folder}: {weights}; alpha {loss.alpha:g}, temperature {loss.temperature:g}"
 
 
 def _dropout(settings: ModelConfig) -> str:

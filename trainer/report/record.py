@@ -237,8 +237,8 @@ def loss_title(config: Config | None) -> str:
     """Returns the title of a chart of the loss, with its unit."""
     if config is None:
         return "loss (nats a token)"
-    if config.loss is not None:
-        return f"{config.loss.type} loss (mean of the {config.loss.unit}s)"
+    if config.preferences is not None:
+        return f"{config.preferences.type} loss (mean of the {config.preferences.unit}s)"
     return f"loss (nats a {config.network.labels_text.removesuffix('s')})"
 
 

@@ -80,6 +80,7 @@ def evaluate_on_all_ranks(
         seconds=result.seconds,
         accuracy=result.accuracy,
         margin=result.margin,
+        kl=result.kl,
     )
 
 
@@ -139,7 +140,7 @@ def _run_evaluation(config: Config, world: World, plan: Plan, console: Monitor) 
         value = getattr(metrics, name)
         if value is not None:
             record[name] = value if math.isfinite(value) else None  # JSON has no infinity and no NaN
-    for name in ("accuracy", "margin"):
+    for name in ("accuracy", "margin", "kl"):
         if getattr(metrics, name) is not None:
             record[name] = getattr(metrics, name)
     write_text(folder / "eval.json", json.dumps(record, indent=1) + "\n")

@@ -172,6 +172,10 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
         from trainer.checkpoint.adapters import check_starting_files
 
         check_starting_files(config)
+    if config.teacher is not None:
+        from trainer.checkpoint.weights import check_teacher_files
+
+        check_teacher_files(config)
     if not config.trains:
         plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress())
         return PreparedRun(config, plan, {}, None, None)

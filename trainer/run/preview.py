@@ -128,7 +128,7 @@ def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
     rows = []
     if len(indices):
         batch = dataset.batch(indices)
-        rows = [_name_answers(config.loss, batch, row, split_segments(batch, row, tokenizer))
+        rows = [_name_answers(config.preferences, batch, row, split_segments(batch, row, tokenizer))
                 for row in range(len(indices))]  # fmt: skip
     return Preview(rows, _statistics(dataset, tokenizer), tokenizer)
 

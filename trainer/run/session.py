@@ -15,6 +15,7 @@ import mindspore
 import numpy as np
 
 from trainer.checkpoint.state import load_weights
+from trainer.checkpoint.weights import open_teacher_weights
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import (
     parallel_degrees,
@@ -26,6 +27,7 @@ from trainer.config.checks.parallel import (
 from trainer.config.checks.qk_clip import clips_queries, measures_logits
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.recompute import recomputed_parts
+from trainer.config.teacher import teacher_dtypes, teacher_run
 from trainer.data.batches.context import ContextShard
 from trainer.device.pool import set_up_cpu_pool
 from trainer.device.resolve import resolve_device
@@ -35,6 +37,7 @@ from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.models.spec.names import is_buffer
+from trainer.models.spec.shapes import parameter_shapes
 from trainer.ops.context import context_parallel_kernels
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import on_arrays, precision_of, select_kernels
@@ -56,6 +59,8 @@ from trainer.parallel.tensor import RankModelShard, TensorParallel, TensorSharde
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.division import model_layout_for
 from trainer.step.pipeline import Pipeline, build_pipeline
+from trainer.step.reference import digest_of_weights
+from trainer.step.teacher import Teacher
 from trainer.step.train_step import TrainStep
 from trainer.storage.quantized import FrozenMatrix
 
@@ -84,6 +89,13 @@ class Session:
     computes_together: bool = False
     pipeline: Pipeline | None = None
     device: str = "CPU"
+
+    @property
+    def teacher(self) -> str:
+        """Returns the digest of the teacher's weights; empty without a teacher."""
+        if isinstance(self.build_inputs, InputBuilder) and isinstance(self.build_inputs.teach, Teacher):
+            return self.build_inputs.teach.digest
+        return ""
 
     @property
     def loss(self) -> LossConfig | None:
@@ -136,6 +148,8 @@ def open_session(
     if not native and groups is not None and shard is not None and shard.tokens.ranks > 1:
         kernels = context_parallel_kernels(kernels, groups, shard.tokens)
     model, build_inputs = build_model(config, kernels, device, shard)
+    if isinstance(build_inputs, InputBuilder):
+        build_inputs.teach = open_teacher(config, device, world)
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, communicator)
@@ -195,7 +209,28 @@ def build_model(
     decoder = Decoder(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
-    return decoder, InputBuilder(decoder.settings, kernels, shard, config.loss)
+    return decoder, InputBuilder(decoder.settings, kernels, shard, config.preferences)
+
+
+def open_teacher(config: Config, device: str, world: World = SINGLE_PROCESS) -> Teacher | None:
+    """Builds the teacher with the weights of its folder, which each rank reads; None if the run has none.
+
+    Raises:
+        UserError: The weights cannot be read, or do not fit the folder's config.json.
+    """
+    teacher = teacher_run(config)
+    loss = config.distillation
+    if teacher is None or loss is None or config.tasks:
+        return None
+    settings = teacher.decoder
+    precision = precision_of(config, device, world)
+    kernels = load_kernels(select_kernels(settings, device, precision), precision, host_layers=True)
+    dtypes = teacher_dtypes(config)
+    names = parameter_shapes(settings)
+    decoder = Decoder(settings, kernels, seed=config.seed, frozen=names, dtypes=dtypes)
+    load_weights(decoder, open_teacher_weights(config, world).read(dtypes=dtypes))
+    digest = digest_of_weights(decoder.parameters_by_name)
+    return Teacher(decoder, InputBuilder(settings, kernels), loss, digest)
 
 
 def load_in_place(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
@@ -285,8 +320,9 @@ def open_training(
         qk_clip_threshold=threshold,
         measures_logits=measures_logits(config) and on_arrays(config, session.device, world),
         averages=averages,
-        loss=config.loss,
+        loss=config.preferences,
         has_weights=config.train_dataset.has_weights,
+        teacher=session.teacher,
     )
 
 

@@ -36,7 +36,6 @@ from trainer.optim.freeze import trained_shapes
 from trainer.optim.schedules import build_schedule
 from trainer.run.evaluate import evaluate_on_all_ranks
 from trainer.run.generation import Sampler
-from trainer.storage.quantized import FrozenMatrix
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -185,7 +184,7 @@ def open_engine(
     events = job.events
     schedule = build_schedule(config.lr_schedule, plan.steps.total_steps, where=config.source.where)
     step = plan.backend.open(schedule, weights, plan.device)
-    if config.loss is not None and config.loss.needs_reference:
+    if config.preferences is not None and config.preferences.needs_reference:
         _attach_references(job, progress, step, weights, resumed)
     if weights is not None:
         weights.clear()
@@ -201,6 +200,7 @@ def open_engine(
         lambda: job.send_heartbeat(progress),
     )
     if resumed is not None:
+        _check_teacher(config, step.teacher, resumed)
         step.load_optimizer(resumed.optimizer, resumed.updates)
         if resumed.step:
             step.load_state(resumed.step)
@@ -232,12 +232,8 @@ def _attach_references(
     model = step.model
     if resumed is not None:
         load_in_place(model, first_weights(config, job.world))
-    arrays = {
-        name: parameter if isinstance(parameter, FrozenMatrix) else parameter.asnumpy()
-        for name, parameter in model.parameters_by_name.items()
-    }
     precision = precision_of(config, job.plan.device, job.world)
-    step.first_weights = digest_of_weights(arrays)
+    step.first_weights = digest_of_weights(model.parameters_by_name)
     before = None
     if resumed is not None:
         before = (resumed.step or {}).get("first_weights")
@@ -262,6 +258,19 @@ def _attach_references(
             attach_reference(model, step.build_inputs, loader, settings, folder, step.communicator, on_batch)
     if resumed is not None and weights is not None:
         load_in_place(model, weights)
+
+
+def _check_teacher(config: Config, teacher: str, resumed: ResumedCheckpoint) -> None:
+    """Raises a UserError if the teacher of this run has other weights than that of the checkpoint's training."""
+    before = (resumed.step or {}).get("teacher")
+    if not teacher or before in (None, teacher):
+        return
+    loss = config.distillation
+    assert loss is not None, "a distillation has a teacher"
+    rule = f"the training had another teacher (its SHA-256 is {before[:12]}..., that of this one is {teacher[:12]}...)"
+    fix = "name the teacher of that training, with its teacher_dtype, or start a new run from its weights"
+    where = config.source.where("loss.teacher")
+    raise UserError(rule, where=where, key="loss.teacher", value=loss.teacher, fix=fix)
 
 
 def _open_profiler(job: Job) -> StepProfiler | None:

@@ -82,7 +82,7 @@ def _section_changes(config: Config, setup: Setup, section: str, rows: int) -> I
     if section not in setup.missing and loader.type != "SyntheticDataset":  # existing data keeps its limit
         samples = min(loader.num_samples or rows, rows)
     yield from change_key(config, f"{key}.num_samples", samples, limit)
-    if config.loss is not None:
+    if config.preferences is not None:
         yield from change_key(config, f"{section}.overlong", "drop", "longer pairs do not fit")
     if isinstance(loader, MegatronLoader):
         sizes = [rows * (size != 0) for size in loader.sizes]

@@ -66,7 +66,7 @@ def _fewest_layers(config: Config, stages: int) -> int:
 def seq_length(config: Config) -> int:
     """Returns the sequence length of the smoke run."""
     longest = _SEQ_LENGTH
-    if config.loss is not None:  # a sequence holds both answers of a pair, with their prompt
+    if config.preferences is not None:  # a sequence holds both answers of a pair, with their prompt
         longest = _PAIR_LENGTH
     return min(config.decoder.seq_length, longest)
 

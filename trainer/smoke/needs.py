@@ -39,9 +39,10 @@ def _data(config: Config, missing: Mapping[str, str]) -> list[str]:
 
 
 def _weights(config: Config) -> list[str]:
-    keys = ("pretrained_model_dir", "load_checkpoint", "adapter_id")
-    return [f"weights: {key} {path}" for key in keys
-            if (path := getattr(config, key)) and not Path(path).expanduser().exists()]
+    paths = {key: getattr(config, key) for key in ("pretrained_model_dir", "load_checkpoint", "adapter_id")}
+    if config.distillation is not None:
+        paths["loss.teacher"] = config.distillation.teacher
+    return [f"weights: {key} {path}" for key, path in paths.items() if path and not Path(path).expanduser().exists()]
 
 
 def _devices(config: Config, plan: Plan) -> list[str]:

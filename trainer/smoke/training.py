@@ -40,6 +40,8 @@ def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator
     yield from _parallel(config, setup)
     yield from _device(config, setup)
     yield from _weights(config, is_smaller)
+    if config.distillation is not None:
+        yield from change_key(config, "loss", None, "the small model has no teacher with its vocabulary")
     yield from change_key(config, "output_dir", str(setup.folder))
     yield from change_key(config, "log_format", "plain")
     yield from change_key(config, "worker_log_dir", None)

@@ -40,6 +40,8 @@ class EvaluationResult(NamedTuple):
     the higher reward, and the margin the mean difference of the rewards. For answers with labels see
     `trainer.arrays.vocabulary.preferences.labelled_losses`: their margin is the difference of two means, None without
     one of them.
+
+    With a teacher, kl is the mean divergence from it in nats, see `trainer.arrays.vocabulary.distillation`.
     """
 
     loss: float
@@ -47,6 +49,7 @@ class EvaluationResult(NamedTuple):
     seconds: float
     accuracy: float | None = None
     margin: float | None = None
+    kl: float | None = None
 
 
 def evaluate(
@@ -76,6 +79,7 @@ def evaluate(
     losses = []
     hits = []
     answers = AnswerTotals()
+    divergences = []
     tokens = 0
     stopped = False
     for batch in batches:
@@ -95,14 +99,16 @@ def evaluate(
                 tokens += count
             if isinstance(inputs, ModelInputs) and inputs.pairs is not None:
                 answers.add(inputs.pairs)
+            if isinstance(inputs, ModelInputs) and inputs.distillation is not None:
+                divergences.append(inputs.distillation.divergence)
     sums_of_batches = [measures.sum_scalars(each) if each else 0.0 for each in (losses, hits)]
     local_loss, local_hits = read_together(sums_of_batches)
-    counts = [float(local_loss), tokens, stopped, float(local_hits), bool(hits)]
+    counts = [float(local_loss), tokens, stopped, float(local_hits), bool(hits), sum(divergences), bool(divergences)]
     ranks = 1
     if computes_together:
         ranks = communicator.size
     sums_of_ranks = [value / ranks for value in communicator.all_reduce_exact(counts)]
-    loss_sum, total, stops, all_hits, has_hits = sums_of_ranks
+    loss_sum, total, stops, all_hits, has_hits, divergence_sum, has_teacher = sums_of_ranks
     if stops:
         return None
     if total == 0:
@@ -118,7 +124,10 @@ def evaluate(
         accuracy = all_hits / total
     if loss is not None:
         mean, accuracy, margin = answers.reduce(loss, float(local_loss), communicator)
-    return EvaluationResult(mean, int(total), time.perf_counter() - began, accuracy, margin)
+    kl = None
+    if has_teacher:
+        kl = divergence_sum / total
+    return EvaluationResult(mean, int(total), time.perf_counter() - began, accuracy, margin, kl)
 
 
 class AnswerTotals:

@@ -13,7 +13,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,16 +24,22 @@ from trainer.input_files import read_bytes
 from trainer.parallel.communicator import Communicator
 from trainer.storage.quantized import FrozenMatrix
 
+if TYPE_CHECKING:
+    from mindspore import Parameter
+
 _FORMAT = "run_trainer reference 1"
 _DIGEST_BYTES = 32
 _HASHED_SEQUENCES = 256
 
 
-def digest_of_weights(weights: Mapping[str, np.ndarray | FrozenMatrix]) -> str:
+def digest_of_weights(parameters: Mapping[str, Parameter | FrozenMatrix]) -> str:
     """Computes the SHA-256 of names, shapes and values of the parameters of a model."""
     digest = hashlib.sha256()
-    for name in sorted(weights):
-        array = np.ascontiguousarray(weights[name])
+    for name in sorted(parameters):
+        parameter = parameters[name]
+        if not isinstance(parameter, FrozenMatrix):
+            parameter = parameter.asnumpy()
+        array = np.ascontiguousarray(parameter)
         digest.update(f"{name} {array.dtype} {list(array.shape)}\n".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

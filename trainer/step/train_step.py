@@ -21,7 +21,7 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, ops
 
 from trainer.arrays.vocabulary.loss_terms import TERMS, LossTerms
-from trainer.arrays.vocabulary.preferences import add_margin, divergence
+from trainer.arrays.vocabulary.preferences import DIVERGENCE, add_margin, divergence
 from trainer.data.batches.batch import Batch, count_pairs, sum_weights
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
@@ -65,8 +65,8 @@ class StepResult:
         local_norms: Norm of each parameter's gradient by name; None unless `runner_wrapper.local_norm` asks for them.
         losses: Auxiliary losses by name, before their factors: aux_loss (mean over the MoE layers; 1 is an even load),
             z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules), and the means over
-            the loss tokens of `trainer.arrays.vocabulary.loss_terms.TERMS`. Or the means over pairs of
-            `trainer.arrays.vocabulary.preferences.REWARDS`.
+            the loss tokens of `trainer.arrays.vocabulary.loss_terms.TERMS`, and kl, of the divergence from a teacher.
+            Or the means over pairs of `trainer.arrays.vocabulary.preferences.REWARDS`.
         routing: Counts of tokens of each expert over all ranks; tensors on a device.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank;
             None where they are summed during the backward pass, which the host does not time.
@@ -136,6 +136,7 @@ class TrainStep:
         loss: The loss of answers that are compared, a mean over the pairs or records of the global batch; None: of
             tokens or images.
         has_weights: Whether the loss of tokens is their mean with the weights of a `WeightedBatch`.
+        teacher: Identifies the weights of the teacher in checkpoints; empty without one.
 
     Attributes:
         observer: Sees what the steps compute, if it is set.
@@ -161,6 +162,7 @@ class TrainStep:
         averages: WeightAverages | None = None,
         loss: LossConfig | None = None,
         has_weights: bool = False,
+        teacher: str = "",
     ) -> None:
         self.averages = averages
         self.model = model
@@ -173,6 +175,7 @@ class TrainStep:
         self.observer: StepObserver | None = None
         self.communicator = communicator or Communicator()
         self.pipeline = pipeline
+        self.teacher = teacher
         self.first_weights = ""  # the digest of the weights that a loss of preferences compares with
         self.count_items: Callable[[Any], float] = count_loss_tokens
         if has_weights:
@@ -310,6 +313,10 @@ class TrainStep:
         token_losses = None
         if self.communicator.reports_losses:
             token_losses = cross_entropy(sums, call.statistics.terms)
+        if isinstance(call.inputs, ModelInputs) and call.inputs.distillation is not None:
+            distillation = call.inputs.distillation
+            token_losses = Tensor(np.float32(distillation.cross_entropy))
+            others[DIVERGENCE] = Tensor(np.float32(distillation.divergence)), self.count_items(batch)
         return MicroBatch(token_losses, others, call.statistics.counts(), gradients)
 
     def decoder_call(self, batch: Batch, number: int) -> DecoderCall:
@@ -458,6 +465,8 @@ class TrainStep:
         state = self.guards.state()
         if self.first_weights:
             state["first_weights"] = self.first_weights
+        if self.teacher:
+            state["teacher"] = self.teacher
         return state
 
     def load_state(self, state: Mapping) -> None:

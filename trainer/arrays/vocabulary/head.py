@@ -11,7 +11,8 @@ Each rank only has the logits of its shard.
 With a matrix in a narrow dtype the normed rows and the gradients of the logits are rounded; logits, softmax and loss
 are float32.
 
-`loss_terms.py` has the terms that a training may add to the cross entropy.
+`loss_terms.py` has the terms that a training may add to the cross entropy, `distillation.py` the comparison with the
+logits of another model.
 
 Legend: N tokens (n of a tile or of a rank's rows), D hidden, E width of the head, V vocabulary of this rank, R ranks.
 """
@@ -34,6 +35,7 @@ from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
+    from trainer.arrays.vocabulary.distillation import Distillation, WriteLogits
     from trainer.arrays.vocabulary.loss_terms import LossTerms
     from trainer.arrays.vocabulary.preferences import Pairs
     from trainer.models.spec.model import AdapterSpec
@@ -114,6 +116,39 @@ class FusedLinearCrossEntropy:
             soft_cap(logits_nV, self.cap)
         return logits_nV
 
+    def logits_by_rows(self, call: SublayerCall, x_ND: np.ndarray) -> WriteLogits:
+        """Returns a function that computes the logits of some rows, and keeps none; not with `tensor` or an adapter."""
+        weight_VE = call.weights["weight"]
+        y_NE = self.normed(call, x_ND, empty(len(x_ND), self.width)[1])
+        if weight_VE.dtype != np.float32:
+            y_NE = to_bfloat16_if_needed(y_NE, empty(*y_NE.shape, dtype=weight_VE.dtype)[1])
+
+        def write_logits(part: slice, logits_nV: np.ndarray) -> None:
+            """Computes the logits of the rows `part`."""
+            self._multiply(y_NE[part], weight_VE, logits_nV, None)
+            cap = self.cap
+            if cap is not None:
+                blocks = row_blocks(slice(0, len(logits_nV)), _ROWS)
+                host_threads().run(blocks, lambda rows, thread: soft_cap(logits_nV[rows], cap))
+
+        return write_logits
+
+    def _multiply(
+        self, y_nE: np.ndarray, weight_VE: np.ndarray, logits_nV: np.ndarray, adapter: HeadAdapter | None
+    ) -> None:
+        """Computes the logits of normed rows, before the cap."""
+        low_nR = None
+        if adapter is not None:
+            low_nR = adapter.low_rank(y_nE)
+
+        def multiply(columns: slice, thread: int) -> None:
+            """Computes the logits of some tokens of the vocabulary, for all rows."""
+            operators().matmul(y_nE, rows_of(weight_VE, columns).T, logits_nV[:, columns])
+            if adapter is not None and low_nR is not None:
+                adapter.add_logits(low_nR, columns, logits_nV[:, columns])
+
+        host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), multiply)
+
     def _adapter_of(self, call: SublayerCall) -> HeadAdapter | None:
         """Returns the adapter with the weights of a call; None without one."""
         if self.adapter is None:
@@ -132,11 +167,12 @@ class FusedLinearCrossEntropy:
     @np.errstate(all="ignore")
     def forward(
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
-        pairs: Pairs | None = None, terms: LossTerms | None = None,
+        pairs: Pairs | None = None, terms: LossTerms | None = None, distillation: Distillation | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the loss; if `call.save`, also computes the gradients of x and of the trained weights.
 
-        The loss has the `terms`, whose sums the pass computes. Pairs have none.
+        The loss has the `terms`, whose sums the pass computes. Pairs have none. With `distillation` it is the cross
+        entropy where the call does not save, else that of `Distillation`; the pass computes the sums of both.
 
         The loss of `pairs` is a function of the losses of their tokens. Its derivative by each is known only after all
         of them. So the logits are computed twice if the matrix is trained. Otherwise the gradients of the rows wait for
@@ -152,7 +188,9 @@ class FusedLinearCrossEntropy:
         adapter = self._adapter_of(call)
         is_frozen = call.save and not call.gradients.needs("weight", LORA_A, LORA_B)
         if not call.save or (pairs is not None and not is_frozen):
-            loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, None, None, losses_N, adapter)
+            loss = self._loss(
+                weight_VE, y_NE, labels_N, valid_N1, None, None, losses_N, adapter, distillation=distillation
+            )
             if pairs is not None:
                 pair_loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
                 loss = pair_loss
@@ -165,7 +203,9 @@ class FusedLinearCrossEntropy:
             gradients.tensors["weight"], weight_grad_VE = empty(*weight_VE.shape)
         if adapter is not None:
             adapter.allocate_gradients()
-        loss = self._loss(weight_VE, y_NE, labels_N, weights_N1, grad_NE, weight_grad_VE, losses_N, adapter, terms)
+        loss = self._loss(
+            weight_VE, y_NE, labels_N, weights_N1, grad_NE, weight_grad_VE, losses_N, adapter, terms, distillation
+        )
         if pairs is not None and is_frozen:
             pair_loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
             grad_NE *= weights_N1
@@ -191,7 +231,7 @@ class FusedLinearCrossEntropy:
     def _loss(
         self, weight_VE: np.ndarray, y_NE: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
         grad_NE: np.ndarray | None, weight_grad_VE: np.ndarray | None, out_N: np.ndarray, adapter: HeadAdapter | None,
-        terms: LossTerms | None = None,
+        terms: LossTerms | None = None, distillation: Distillation | None = None,
     ) -> np.float32:  # fmt: skip
         """Returns the loss, and writes the cross entropies of the tokens to `out_N`, and the gradients.
 
@@ -210,6 +250,8 @@ class FusedLinearCrossEntropy:
             narrow_nE = empty(rows, self.width, dtype=dtype)[1]
             if grad_NE is not None:
                 narrow_nV = empty(rows, len(weight_VE), dtype=dtype)[1]
+        if distillation is not None:
+            distillation.allocate(rows, len(weight_VE))
         loss = 0.0
         for part in row_blocks(slice(0, len(y_NE)), rows):
             size = part.stop - part.start
@@ -228,9 +270,11 @@ class FusedLinearCrossEntropy:
             if slope_nV is not None:
                 slope_of_part = slope_nV[:size]
             weights_n = valid_n1[:, 0].astype(np.float64)
+            if distillation is not None:
+                distillation.take_rows(part)
             losses_n = self._losses(
                 logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, slope_of_part, adapter, terms,
-                weights_n,
+                weights_n, distillation,
             )  # fmt: skip
             out_N[part] = losses_n
             loss += float(losses_n @ weights_n)
@@ -244,17 +288,21 @@ class FusedLinearCrossEntropy:
                 grad_NE[part] *= valid_n1
         if terms is not None:
             loss = terms.total
+        if distillation is not None:
+            minimised = distillation.finish(loss)
+            if grad_NE is not None:
+                loss = minimised
         return np.float32(loss)
 
     def _losses(
         self, logits_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, labels_n: np.ndarray,
         grad_nV: np.ndarray | None, slope_nV: np.ndarray | None, adapter: HeadAdapter | None,
-        terms: LossTerms | None, weights_n: np.ndarray,
+        terms: LossTerms | None, weights_n: np.ndarray, distillation: Distillation | None = None,
     ) -> np.ndarray:  # fmt: skip
         """Returns the cross entropy of each row; `grad_nV`, which may be `logits_nV`, receives d loss / d logits.
 
-        `slope_nV` receives the derivatives of the capped logits, if there is a cap and a gradient; `terms` the sums of
-        the rows with these weights.
+        `slope_nV` receives the derivatives of the capped logits, if there is a cap and a gradient; `terms` and
+        `distillation` the sums of the rows with these weights.
         """
         losses_n = np.empty(len(y_nE))
         above_n = np.empty(len(y_nE), np.float32)
@@ -267,20 +315,12 @@ class FusedLinearCrossEntropy:
         place_n = labels_n - self.first_token
         inside_n = (place_n >= 0) & (place_n < len(weight_VE))
         place_n = place_n * inside_n
-        if adapter is not None:
-            low_nR = adapter.low_rank(y_nE)
 
         def slopes_of(rows: slice) -> np.ndarray | None:
             """Returns the derivatives of the capped logits of some rows; None where no gradient needs them."""
             if slope_nV is None:
                 return None
             return slope_nV[rows]
-
-        def multiply(columns: slice, thread: int) -> None:
-            """Computes the logits of some tokens of the vocabulary, for all rows."""
-            operators().matmul(y_nE, rows_of(weight_VE, columns).T, logits_nV[:, columns])
-            if adapter is not None:
-                adapter.add_logits(low_nR, columns, logits_nV[:, columns])
 
         def normalise(rows: slice, thread: int) -> None:
             """Turns the logits of some rows into probabilities over this rank's tokens."""
@@ -293,6 +333,8 @@ class FusedLinearCrossEntropy:
             above_n[rows] = largest_n[rows] - label_n[rows]
             if sum_n is not None:
                 sum_n[rows] = logits.sum(1, dtype=np.float64)
+            if distillation is not None:
+                distillation.compare(rows, logits)
             operators().softmax(logits, logits)
             inverse_sum_n[rows] = logits.max(1)
             if self.tensor is None:
@@ -309,6 +351,8 @@ class FusedLinearCrossEntropy:
                 terms.differentiate(logits, largest_n[rows] - np.log(inverse_sum_n[rows], dtype=np.float64))
                 label_part = np.float32(1 - terms.smoothing)
             logits[np.arange(len(logits)), place_n[rows]] -= label_part * inside_n[rows]
+            if distillation is not None:
+                distillation.differentiate(rows, logits)
             if self.cap is not None:
                 logits *= slopes_of(rows)
             if grad_nV.dtype == np.float16:
@@ -320,7 +364,7 @@ class FusedLinearCrossEntropy:
             logits_nV[rows] *= share_n[rows, None]
             finish(rows, thread)
 
-        host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), multiply)
+        self._multiply(y_nE, weight_VE, logits_nV, adapter)
         host_threads().run(row_blocks(slice(0, len(y_nE)), _ROWS), normalise)
         if self.tensor is not None:
             share_n = self._combine_shards(self.tensor.group, largest_n, label_n, above_n, inverse_sum_n, sum_n)
@@ -328,6 +372,8 @@ class FusedLinearCrossEntropy:
         if terms is not None and sum_n is not None:
             lse_n = largest_n - np.log(inverse_sum_n, dtype=np.float64)
             terms.add(losses_n, lse_n, sum_n / terms.vocabulary, weights_n)
+        if distillation is not None:
+            distillation.add(losses_n, weights_n)
         return losses_n
 
     @staticmethod

@@ -18,6 +18,7 @@ from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
 
 if TYPE_CHECKING:
     from trainer.arrays.tiles import SublayerCall
+    from trainer.arrays.vocabulary.distillation import Distillation
     from trainer.arrays.vocabulary.loss_terms import LossTerms
     from trainer.arrays.vocabulary.preferences import Pairs
 
@@ -42,11 +43,11 @@ class ScoreHead(FusedLinearCrossEntropy):
     @np.errstate(all="ignore")
     def forward(
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
-        pairs: Pairs | None = None, terms: LossTerms | None = None,
+        pairs: Pairs | None = None, terms: LossTerms | None = None, distillation: Distillation | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the loss of the pairs; if `call.save`, also computes the gradients of x and of the trained weights.
         """
-        if pairs is None or terms is not None:
+        if pairs is None or terms is not None or distillation is not None:
             raise ValueError("a score has no loss of tokens")
         last_A = pairs.last_tokens(valid_N1)
         x_AD = np.ascontiguousarray(x_nD[last_A])

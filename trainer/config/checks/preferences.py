@@ -1,4 +1,4 @@
-"""Rules about the loss: that of preferences, and what a training adds to the cross entropy of tokens."""
+"""Rules about the loss: that of preferences, that with a teacher, and what a training adds to the cross entropy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ _KEYS_OF_ONE = (
     ("gamma", "simpo", "a margin"),
     ("desirable_weight", "kto", "labels to weigh"),
     ("undesirable_weight", "kto", "labels to weigh"),
+    ("teacher", "distillation", "a teacher"),
+    ("temperature", "distillation", "a temperature"),
+    ("alpha", "distillation", "a divergence to weigh"),
+    ("teacher_dtype", "distillation", "a teacher"),
 )
 _FIELDS = {"pairs": "chosen and rejected", "margins": "chosen and rejected", "labels": "prompt, completion and label"}
 _CELLS = "anything but native layers on a CPU (an Ascend, context.mode 1, semi-automatic mode)"
+_TEACHER = "loss.teacher"
 _NOISE = "model.model_config.neftune_noise_alpha"
 _WEIGHTS = f"{TRAIN}.data_loader.columns"
 _RECORDS = ("JsonlDataset", "HFDataLoader", "CommonDataLoader")
@@ -32,7 +37,34 @@ def loss_problems(config: Config, world: World, on_arrays: bool) -> list[ConfigE
     Args:
         on_arrays: Whether native CPU layers compute the model.
     """
-    return [*preference_problems(config, world, on_arrays), *term_problems(config, world, on_arrays)]
+    return [
+        *_key_problems(config),
+        *preference_problems(config, world, on_arrays),
+        *distillation_problems(config, world, on_arrays),
+        *term_problems(config, world, on_arrays),
+    ]
+
+
+def _uses_loss(config: Config) -> bool:
+    """Returns whether the run mode computes a loss."""
+    return not config.tasks and (config.trains or config.run_mode == "eval")
+
+
+def _key_problems(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for each key that the type of the loss does not have."""
+    loss = config.loss
+    if loss is None or not _uses_loss(config):
+        return
+    if loss.type in ("reward", "distillation") and loss.beta is not None:
+        rule = "a reward model has no reference, so there is no strength"
+        if loss.is_distillation:
+            rule = "a distillation has no strength: alpha weighs the divergence from the teacher"
+        yield problem(config, "loss.beta", rule, "leave it out")
+    for name, kind, meaning in _KEYS_OF_ONE:
+        is_default = getattr(loss, name) == LossConfig.model_fields[name].default  # as a dumped configuration has it
+        if loss.type != kind and not is_default:
+            rule = f"only {kind} has {meaning}, and loss.type is {loss.type}"
+            yield problem(config, f"loss.{name}", rule, "leave it out")
 
 
 def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterator[ConfigError]:
@@ -41,10 +73,10 @@ def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterat
     Args:
         on_arrays: Whether native CPU layers compute the model.
     """
-    loss = config.loss
+    loss = config.preferences
     if config.classifier is None:
         yield from _score_problems(config, world, on_arrays)
-    if loss is None or config.tasks or not (config.trains or config.run_mode == "eval"):
+    if loss is None or not _uses_loss(config):
         return
     lacking = list(_unsupported(config, world, on_arrays))
     if lacking:
@@ -53,16 +85,35 @@ def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterat
     if config.run_mode == "eval" and loss.needs_reference:
         rule = "run_mode eval does not know the weights before the training, which this loss compares with"
         yield problem(config, _KEY, rule, "evaluate during the training: do_eval")
-    if loss.type == "reward" and loss.beta is not None:
-        rule = "a reward model has no reference, so there is no strength"
-        yield problem(config, "loss.beta", rule, "leave it out")
-    for name, kind, meaning in _KEYS_OF_ONE:
-        is_default = getattr(loss, name) == LossConfig.model_fields[name].default  # as a dumped configuration has it
-        if loss.type != kind and not is_default:
-            rule = f"only {kind} has {meaning}, and loss.type is {loss.type}"
-            yield problem(config, f"loss.{name}", rule, "leave it out")
     for section in (TRAIN, EVAL):
         yield from _data_problems(config, loss, section)
+
+
+def distillation_problems(config: Config, world: World, on_arrays: bool) -> Iterator[ConfigError]:
+    """Yields one error for all that a distillation does not support, and those about its teacher.
+
+    Args:
+        on_arrays: Whether native CPU layers compute the model.
+    """
+    loss = config.distillation
+    if loss is None or not _uses_loss(config):
+        return
+    lacking = list(_unsupported(config, world, on_arrays, compares=False))
+    if lacking:
+        rule = f"a distillation is not yet supported with {', '.join(lacking)}"
+        yield problem(config, _KEY, rule, "leave that out, or leave out loss")
+    if loss.teacher is None:
+        yield problem(config, _TEACHER, "a distillation needs a teacher", "name its folder", because=_KEY)
+    teacher = config.teacher
+    if teacher is None or config.classifier is not None:
+        return
+    if teacher.decoder.num_labels:
+        yield problem(config, _TEACHER, "a reward model has no logits to learn from", "name a language model")
+    theirs = teacher.decoder.vocab_size
+    ours = config.decoder.vocab_size
+    if theirs != ours:
+        rule = f"its vocabulary has {theirs:,} tokens and that of the model {ours:,}: their logits cannot be compared"
+        yield problem(config, _TEACHER, rule, "name a teacher with the model's vocabulary and tokenizer")
 
 
 def term_problems(config: Config, world: World, on_arrays: bool) -> Iterator[ConfigError]:
@@ -86,8 +137,8 @@ def term_problems(config: Config, world: World, on_arrays: bool) -> Iterator[Con
             lacking.append(_CELLS)
         if key == _NOISE and settings.embedding_multiplier != 1:
             lacking.append(f"embedding_multiplier {settings.embedding_multiplier:g}")
-        if key != _NOISE and config.loss is not None:
-            lacking.append(f"a loss of preferences ({config.loss.type})")
+        if key != _NOISE and config.preferences is not None:
+            lacking.append(f"a loss of preferences ({config.preferences.type})")
         if key != _NOISE and model_spec(settings).mtp_modules:
             lacking.append("multi-token prediction")
         if key == _WEIGHTS and settings.experts is not None:
@@ -122,16 +173,20 @@ def _score_problems(config: Config, world: World, on_arrays: bool) -> Iterator[C
             yield problem(config, _LABELS, rule, "leave that out")
 
 
-def _unsupported(config: Config, world: World, on_arrays: bool) -> Iterator[str]:
-    """Yields what the configuration has that this loss does not support."""
+def _unsupported(config: Config, world: World, on_arrays: bool, compares: bool = True) -> Iterator[str]:
+    """Yields what the configuration has that a loss of preferences does not support.
+
+    Args:
+        compares: Whether answers are compared; False: the loss is that of a student and its teacher.
+    """
     degrees = parallel_degrees(config, world)
-    if config.classifier is None and config.decoder.num_labels and config.has_adapters:
+    if compares and config.classifier is None and config.decoder.num_labels and config.has_adapters:
         yield "adapters of a reward model, whose new head they would leave frozen"
     if config.classifier is not None:
         yield "a classifier"
     elif not on_arrays:
         yield _CELLS
-    if config.classifier is None and config.decoder.experts is not None:
+    if compares and config.classifier is None and config.decoder.experts is not None:
         yield "experts"
     if config.classifier is None and model_spec(config.decoder).mtp_modules:
         yield "multi-token prediction"
@@ -139,7 +194,7 @@ def _unsupported(config: Config, world: World, on_arrays: bool) -> Iterator[str]
         degree = getattr(degrees, name)
         if degree > 1:
             yield f"{name} {degree}"
-    if shards_optimizer(config, world) and zero_level(config) == "level3":
+    if compares and shards_optimizer(config, world) and zero_level(config) == "level3":
         yield "sharded weights (level3)"
 
 

@@ -19,6 +19,7 @@ from trainer.config.read.nodes import Table, find_entry
 from trainer.config.read.overrides import Override, apply_overrides
 from trainer.config.read.relocate import move_to_canonical_sections
 from trainer.config.read.resolve import resolve
+from trainer.config.read.teacher import read_teacher
 from trainer.config.read.yaml_reader import parse_document, read_text
 from trainer.config.schema.root import Config, ConfigSource
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -63,7 +64,8 @@ def parse_config(
     errors, override_notes = apply_overrides(root, overrides)
     resolved = resolve(root)
     add_model_folder(resolved)
-    errors += resolved.problems
+    teacher, teacher_problems = read_teacher(resolved, name)
+    errors += [*resolved.problems, *teacher_problems]
     apply_derived_defaults(resolved, is_complete=text.startswith((RESOLVED, SMALL_COPY)))
     all_notes = tuple(notes + override_notes + resolved.notes)
     is_of_run = text.startswith(RESOLVED)
@@ -73,7 +75,7 @@ def parse_config(
     if config is None:
         raise_problems(errors)
     assert config is not None, "a configuration without problems is valid"
-    config = config.with_source(source)
+    config = config.with_source(source).with_teacher(teacher)
     broken_rules = rule_problems(config)
     if errors:
         broken_rules = _independent(broken_rules, errors)

@@ -64,8 +64,11 @@ _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "la
 _FIX = "name a folder with config.json, as Hugging Face publishes it or `export` writes it"
 
 
-def add_model_folder(resolved: Resolved) -> None:
+def add_model_folder(resolved: Resolved, key: str = KEY) -> None:
     """Adds the keys of the folder that neither the YAML nor a flag sets; checks that the family is known.
+
+    Args:
+        key: The key that messages about the folder name.
 
     Raises:
         UserError: The folder or its files cannot be read, or the family is not known.
@@ -80,7 +83,7 @@ def add_model_folder(resolved: Resolved) -> None:
             resolved.problems.append(ConfigError(max(places.values()), error))
         return
     if rule := path_error(name):
-        resolved.problems.append(problem_at(place, KEY, rule, _FIX, name))
+        resolved.problems.append(problem_at(place, key, rule, _FIX, name))
         del resolved.data[KEY]
         return
     folder = Path(name).expanduser()
@@ -88,22 +91,29 @@ def add_model_folder(resolved: Resolved) -> None:
         rule = "there is no such folder"
         if folder.exists():
             rule = "is a file, not a folder"
-        resolved.problems.append(problem_at(place, KEY, rule, _FIX, name)._replace(is_absent=not folder.exists()))
+        resolved.problems.append(problem_at(place, key, rule, _FIX, name)._replace(is_absent=not folder.exists()))
         return
-    facts = _model(_read_json(folder / "config.json", place, name), f"{folder}/config.json", resolved)
+    facts = _model(_read_json(folder / "config.json", place, name, key), f"{folder}/config.json", resolved)
     _report_contradictions(resolved, facts)
     if (folder / "generation_config.json").exists():
-        _add(facts, _generation(_read_json(folder / "generation_config.json", place, name)))
+        _add(facts, _generation(_read_json(folder / "generation_config.json", place, name, key)))
     if resolved.value(f"{_EXPERTS}.aux_loss_factor") is not None:  # the same setting on another scale
         facts.section(_EXPERTS).pop("router_aux_loss_coef", None)
     _add(resolved, facts)
     resolved.problems += facts.problems
     resolved.notes += facts.notes
-    _use_folder(resolved, name)
+    _use_folder(resolved, name, key)
 
 
-def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
-    """Reads a JSON file of the folder `name` as a tree with line numbers; `place` is where the folder is named.
+def saved_dtype(folder: Path, place: SourceLocation, key: str) -> str:
+    """Returns the dtype of the weights that config.json names; empty if it names none. For the rest see `_read_json`.
+    """
+    values = plain(_read_json(folder / "config.json", place, str(folder), key))
+    return str(values.get("dtype") or values.get("torch_dtype") or "")
+
+
+def _read_json(file: Path, place: SourceLocation, name: str, folder_key: str = KEY) -> Table:
+    """Reads a JSON file of the folder `name` as a tree with line numbers; `place` is where `folder_key` names it.
 
     Raises:
         UserError: The file cannot be read, or is not a JSON object.
@@ -117,7 +127,7 @@ def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
         rule = f"{file.name} cannot be read ({error})"
         if isinstance(error, FileNotFoundError):
             rule = f"the folder has no {file.name}"
-        raise UserError(rule, where=place.text, key=KEY, value=name, fix=_FIX) from None
+        raise UserError(rule, where=place.text, key=folder_key, value=name, fix=_FIX) from None
     except ValueError as error:
         line = getattr(error, "lineno", 1)
         rule = f"is not valid JSON: {getattr(error, 'msg', error)}"
@@ -407,10 +417,10 @@ def _report_contradictions(resolved: Resolved, facts: Resolved) -> None:
         resolved.notes.append(Note(text))
 
 
-def _use_folder(resolved: Resolved, name: str) -> None:
+def _use_folder(resolved: Resolved, name: str, key: str) -> None:
     """Uses the folder as the tokenizer, and as load_checkpoint unless the run trains from random weights."""
     place = resolved.positions[KEY]
-    place = SourceLocation(place.order, f"{place.text} ({KEY})")
+    place = SourceLocation(place.order, f"{place.text} ({key})")
     data = resolved.data
     resumes = bool(data.get("resume_training")) and resolved.value(f"{_MODEL}.pet_config") is None
     if data.get("run_mode", "train") != "train":

@@ -215,7 +215,8 @@ class Config(Section):
     runner_wrapper: RunnerWrapper = section(RunnerWrapper, "Loss scale, clipping and checks of gradients.")
     optimizer: OptimizerConfig = section(OptimizerConfig, "The update rule.")
     loss: LossConfig | None = setting(
-        None, "Train on answers that are preferred or judged, or train a reward model. Default null: on each token.")
+        None, "Train on answers that are preferred or judged, or train a reward model, or learn from a teacher. Default"
+        " null: on each token.")
     lr_schedule: LrSchedule = section(CosineWithWarmUpLR, "Learning rate of each step.")
     parallel: ParallelSection = section(ParallelSection, "Parallel mode and its settings.")
     parallel_config: ParallelConfig = section(ParallelConfig, "Degrees of parallelism.")
@@ -249,6 +250,7 @@ class Config(Section):
     recompute: bool = setting(False, "The name of recompute_config.recompute: True in older files.")
 
     _source: ConfigSource = PrivateAttr(default_factory=ConfigSource)
+    _teacher: "Config | None" = PrivateAttr(default=None)
 
     @property
     def source(self) -> ConfigSource:
@@ -266,6 +268,27 @@ class Config(Section):
         if self.run_mode == "eval":
             return self.lm_eval.names
         return []
+
+    @property
+    def preferences(self) -> LossConfig | None:
+        """Returns the loss of answers that are compared; None if it is that of tokens or images."""
+        if self.loss is None or self.loss.is_distillation:
+            return None
+        return self.loss
+
+    @property
+    def distillation(self) -> LossConfig | None:
+        """Returns the loss of a student and its teacher; None without a teacher."""
+        if self.loss is None or not self.loss.is_distillation:
+            return None
+        return self.loss
+
+    @property
+    def teacher(self) -> "Config | None":
+        """Returns the model in the teacher's folder; None without a teacher, or if the folder has not been read."""
+        if self.distillation is None:
+            return None
+        return self._teacher
 
     @property
     def decoder(self) -> ModelConfig:
@@ -327,4 +350,9 @@ class Config(Section):
     def with_source(self, source: ConfigSource) -> "Config":
         """Sets the locations of the keys and returns this configuration; only the loader calls it."""
         self._source = source
+        return self
+
+    def with_teacher(self, teacher: "Config | None") -> "Config":
+        """Sets the model in the teacher's folder and returns this configuration; only the loader calls it."""
+        self._teacher = teacher
         return self

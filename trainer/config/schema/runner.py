@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from trainer.config.schema.fields import BATCH, COUNT, Section, refuse_value, setting
+from trainer.config.schema.fields import BATCH, COUNT, FilePath, Section, refuse_value, setting
 
 
 def _validate_rampup(value: list[int]) -> list[int]:
@@ -55,16 +55,34 @@ class LossScaleSection(Section):
 
 
 class LossConfig(Section):
-    """The loss of answers that are preferred, or judged one by one (YAML ``loss``)."""
+    """The loss of answers that are preferred, or judged one by one, or of a student and its teacher (YAML ``loss``)."""
 
-    type: Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward"] = setting(
+    type: Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward", "distillation"] = setting(
         "dpo", "dpo and ipo compare with the log-probabilities of the first weights; simpo and orpo need no reference."
-        " kto compares, too; its records have one answer each, with a label. reward trains a reward model.")
+        " kto compares, too; its records have one answer each, with a label. reward trains a reward model."
+        " distillation adds the divergence from another model to the loss of each token.")
     beta: float | None = setting(
         None, "Strength of the preference, the factor of the rewards. Default null: 0.1; of simpo 2.0.", gt=0)
     gamma: float = setting(0.5, "simpo: the margin of the rewards that is asked for. Default 0.5.", ge=0)
     desirable_weight: float = setting(1.0, "kto: factor of the losses of desirable answers. Default 1.0.", ge=0)
     undesirable_weight: float = setting(1.0, "kto: factor of the losses of undesirable answers. Default 1.0.", ge=0)
+    teacher: FilePath | None = setting(
+        None, "distillation: the folder of the teacher, as Hugging Face publishes a model or as export writes it, with"
+        " the tokenizer of the training data.", min_length=1)
+    temperature: float = setting(
+        2.0, "distillation: divides the logits of teacher and student before their divergence, which is multiplied by"
+        " its square. Default 2.0.", gt=0)
+    alpha: float = setting(
+        0.5, "distillation: weight of the divergence from the teacher; the loss of the labels has 1 - alpha. Default"
+        " 0.5.", ge=0, le=1)
+    teacher_dtype: Literal["float32", "bfloat16", "int8", "nf4"] | None = setting(
+        None, "distillation: how the teacher's matrices are held in memory, as base_dtype of adapters. Default null:"
+        " bfloat16 if its config.json names that dtype, else float32.")
+
+    @property
+    def is_distillation(self) -> bool:
+        """Returns whether the loss is that of tokens, with a teacher."""
+        return self.type == "distillation"
 
     @property
     def needs_reference(self) -> bool:

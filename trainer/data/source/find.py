@@ -86,8 +86,8 @@ def _record_source(config: Config, section: str, request: Request) -> DataSource
     described = tuple(describe_file(path, key, where) for path in paths)
     skips = loader.bad_records == "skip"
     answers = ""
-    if config.loss is not None:
-        answers = config.loss.answers
+    if config.preferences is not None:
+        answers = config.preferences.answers
     return DataSource(
         RECORDS, request.name, key, where, described, request.columns, skips, request.limit, notes, answers
     )

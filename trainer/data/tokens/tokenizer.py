@@ -22,7 +22,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -96,6 +96,9 @@ class Tokenizer(Protocol):
     def token_id(self, text: str) -> int | None:
         """Returns the id of the token with this text, or None."""
 
+    def vocabulary(self) -> dict[str, int]:
+        """Returns the id of each token, as it is written in a tokenizer.json."""
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; ids beyond the vocabulary and, by default, special tokens are left out."""
 
@@ -160,6 +163,10 @@ class ByteTokenizer:
             return ord(text)
         return None
 
+    def vocabulary(self) -> dict[str, int]:
+        """Returns the id of each token, as `export` writes it."""
+        return {letter: byte for byte, letter in enumerate(byte_letters())} | {BYTES_EOS: _BYTES_EOS_ID}
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         eos = BYTES_EOS.encode()
         if skip_special_tokens:
@@ -185,6 +192,18 @@ class ByteTokenizer:
         starts = character_of_byte[first]
         ids = self._ids(text)
         return Offsets(ids, starts, starts + np.where(ids == _BYTES_EOS_ID, len(BYTES_EOS), 1))
+
+
+def byte_letters() -> Iterator[str]:
+    """Yields the letter of each byte in a byte-level tokenizer (GPT-2's): printable bytes stand for themselves."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = 0
+    for byte in range(256):
+        if byte in printable:
+            yield chr(byte)
+        else:
+            yield chr(256 + others)
+            others += 1
 
 
 def _characters_of_bytes(text: bytes) -> np.ndarray:
@@ -279,6 +298,10 @@ class HuggingFaceTokenizer:
 
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Returns the id of each token, added ones included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         known = [int(token_id) for token_id in ids if 0 <= token_id < self.vocab_size]

@@ -68,7 +68,11 @@ def base_dtypes(settings: ModelConfig | ClassifierConfig) -> dict[str, BaseDtype
     """
     if isinstance(settings, ClassifierConfig):
         return {}
-    dtype = base_dtype(settings)
+    return matrix_dtypes(settings, base_dtype(settings))
+
+
+def matrix_dtypes(settings: ModelConfig, dtype: BaseDtype | None) -> dict[str, BaseDtype]:
+    """Returns how the matrices of a decoder are held if those of its layers are held so; see `base_dtypes`."""
     if dtype is None:
         return {}
     dtypes: dict[str, BaseDtype] = {}
