@@ -58,7 +58,7 @@ def vocabulary_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
     token = min(tokens, key=lambda token: (min(ours.get(token, len(ours)), theirs.get(token, len(theirs))), token))
     more = ""
     if len(tokens) > 1:
-        more = f" (and {len(tokens) - 1:,} more tokens differ)"
+        more = f" (and {len(tokens) - 1:,} more)"
     if token not in theirs:
         return f"the teacher's lacks {token!r}, whose id is {ours[token]}{more}"
     if token not in ours:

@@ -322,6 +322,13 @@ def test_the_table_of_a_newer_file_has_its_keys_and_values():
                      "data_parallel_shard"]
 
 
+def test_a_small_copy_has_no_teacher(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 4000}')
+    loss = f"loss: {{type: distillation, teacher: {tmp_path}, alpha: 0.3}}\n"
+    config, changes = small((Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml").read_text() + loss)
+    assert config.loss is None and "no teacher" in str(changes["loss"])
+
+
 def test_pairs_of_answers_have_room_for_both():
     text = (Path(__file__).resolve().parents[3] / "configs" / "dpo.yaml").read_text()
     text = text.replace("seq_length: 512 ", "seq_length: 4096 ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from config_helpers import BASE, error_of, failure, load
@@ -10,7 +11,7 @@ from config_helpers import BASE, error_of, failure, load
 from trainer.cli.flags import split_arguments
 from trainer.config import config_notes, dump_config, parse_config, preflight
 from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, shard_threshold_bytes, shards_optimizer
-from trainer.config.checks.preferences import term_problems
+from trainer.config.checks.preferences import distillation_problems, term_problems
 from trainer.config.schema.data import IMAGES
 from trainer.errors import UserError
 from trainer.ops.select import on_arrays
@@ -520,3 +521,25 @@ def test_a_base_in_few_bytes_needs_the_array_engine(text: str, device: str) -> N
     message = str(caught.value)
     assert f"{PET}.base_dtype" in message and "array engine of CPUs only" in message and "Fix: leave it out" in message
     select_execution_mode(load(BASE, f"{PET}.base_dtype=int8"), SINGLE_PROCESS).check_device("CPU")
+
+
+TEACHER_LACKS = {
+    "": [CELLS, "multi-token prediction", "model_parallel 2", "context_parallel 2"],
+    "parallel_config.pipeline_stage=2": ["pipeline_stage 2"],
+    "parallel.parallel_mode=1": [CELLS],
+}
+
+
+@pytest.mark.parametrize("change", TEACHER_LACKS)
+def test_a_distillation_says_at_once_what_it_lacks(change: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 4000}')
+    changes = [change]
+    if not change:
+        degrees = [f"parallel_config.{name}=2" for name in ("model_parallel", "context_parallel")]
+        changes = ["context.device_target=Ascend", f"{MODEL_KEYS}.mtp_depth=1", *degrees]
+    config = load(BASE, "loss.type=distillation", f"loss.teacher={tmp_path}", *changes)
+    native = on_arrays(config, config.context.device_target or "CPU", EIGHT)
+    first, *others = (str(each.error) for each in distillation_problems(config, EIGHT, native))
+    assert "a distillation is not yet supported with" in first and first.count("Fix:") == 1
+    assert all(text in first for text in TEACHER_LACKS[change])
+    assert all("its vocabulary has 4,000 tokens" in text for text in others) and len(others) <= 1
