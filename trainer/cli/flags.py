@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainer.errors import UserError
@@ -132,9 +133,14 @@ class Arguments(NamedTuple):
 
 @dataclass
 class _Reader:
-    """Reads arguments from left to right."""
+    """Reads arguments from left to right.
+
+    Attributes:
+        own: The flags of the command itself, without their dashes.
+    """
 
     tokens: list[str]
+    own: Sequence[str] = ()
     config: str | None = None
     options: list[Override] = field(default_factory=list)
     named: list[Override] = field(default_factory=list)
@@ -173,7 +179,7 @@ def split_arguments(
     Raises:
         UserError: An unknown flag (with the nearest one), or a missing value.
     """
-    reader = _Reader(list(argv))
+    reader = _Reader(list(argv), [flag.removeprefix("--") for flag in (*command_flags, *command_options)])
     while reader.tokens:
         token = reader.tokens.pop(0)
         if not token.startswith("--") or token in command_flags:
@@ -198,6 +204,8 @@ _SHAPES = {"ranks": "8", "local_ranks": "8", "audit": "ascend", "steps": "3", "j
 """Examples of values of a command's own options that are no paths."""
 
 
+_CLOSE = 0.85
+"""Similarity of names that differ in a letter or two."""
 _NULLS = ("null", "None", "~")
 """Values that remove a key of the file, an unknown one too."""
 
@@ -268,6 +276,11 @@ def _negated(flag: Flag, inline: str | None) -> list[Override]:
     return [Override(flag.key, "False", f"flag {shown}")]
 
 
+def _is_close(name: str, guess: str) -> bool:
+    """Returns whether a flag is a name but for one or two letters; otherwise a flag of the command comes first."""
+    return SequenceMatcher(None, name.replace("-", "_"), guess).ratio() >= _CLOSE
+
+
 def _dotted(reader: _Reader, name: str, inline: str | None) -> Override:
     """Returns the override of a flag that is a key; reading the file reports unknown keys that have a dot."""
     from trainer.config import Override, in_sections, is_boolean, is_top_level, key_names, sections_with
@@ -279,8 +292,11 @@ def _dotted(reader: _Reader, name: str, inline: str | None) -> Override:
         key = name[3:]
     removes = inline in _NULLS or (inline is None and reader.tokens[:1] and reader.tokens[0] in _NULLS)
     if "." not in key and not is_top_level(key) and not removes:
-        flags = [flag.name for flag in FLAGS] + ["config", "options"]
+        flags = [flag.name for flag in FLAGS] + ["config", "options", *reader.own]
         guess = nearest(name.replace("-", "_"), [*flags, *key_names()])
+        of_command = nearest(name.replace("-", "_"), reader.own)
+        if of_command and not (guess and _is_close(name, guess)):
+            guess = of_command
         fix = "run_trainer.py --help lists the flags"
         sections = sections_with(key)
         if sections and not (guess in flags and guess.lower() == name.lower()):

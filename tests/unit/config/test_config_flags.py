@@ -225,6 +225,17 @@ def test_what_belongs_to_the_caller_stays_in_order():
     assert split_arguments([]) == (None, [], [])
 
 
+@pytest.mark.parametrize(("name", "flag"), [
+    ("writ", "write"), ("againts", "against"), ("trace_steps", "steps"), ("max_memory", "max_device_memory"),
+    ("stop_steps", "stop_step"), ("batchsize", "batch_size"), ("outptu", "output"), ("outptu_dir", "output_dir"),
+])  # fmt: skip
+def test_a_mistyped_flag_of_a_command_is_named(name: str, flag: str) -> None:
+    """Its own flags come before those of a run, unless one of these is nearly what is written."""
+    options = ("--write", "--against", "--steps", "--output", "--max_device_memory")
+    message = failure(lambda: split_arguments([f"--{name}", "1"], ("--help",), options))
+    assert f"you probably mean --{flag}." in message
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
