@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ class Row:
         ranks: The ranks whose numbers differ by more than that; all that have the tensor if it cannot be told.
         holders: The ranks that have the tensor in the other trace.
         sequences: How many sequences differ by more than the bound, and how many there are.
-        lost: Why numbers are missing; "" if none are.
+        lost: Why its numbers cannot be compared: some are missing, or shapes differ; "" if they can.
         by_statistics: Whether only statistics were there to compare, which show less.
         largest: None where the tensors themselves are not in both traces.
     """
@@ -65,14 +66,30 @@ class Row:
         return bool(self.lost) or not self.deviation <= self.bound
 
 
+class BatchDifference(NamedTuple):
+    """How the batches of a step differ.
+
+    Attributes:
+        common, right, other: Numbers of sequences in both traces, in the right and in the other one.
+        only_right, only_other: The micro-batches with sequences that one trace alone has.
+    """
+
+    common: int
+    right: int
+    other: int
+    only_right: Sequence[str]
+    only_other: Sequence[str]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The result of a comparison; rows are in the order in which a step computes.
 
     Attributes:
         only_right, only_other: Names of tensors, with their kinds, that one trace alone has.
-        batches: The steps whose batches differ, with the numbers of sequences in both traces, in the right and in the
-            other one. Losses and gradients of these steps are not compared.
+        divided: Names of tensors that both have, but of other micro-batches.
+        steps_right, steps_other: Steps that one trace alone has.
+        batches: The steps whose batches differ. Their losses and gradients are not compared.
     """
 
     right: Trace
@@ -81,12 +98,20 @@ class Comparison:
     rows: Sequence[Row]
     only_right: Sequence[str]
     only_other: Sequence[str]
-    batches: Mapping[int, tuple[int, int, int]]
+    divided: Sequence[str]
+    steps_right: Sequence[int]
+    steps_other: Sequence[int]
+    batches: Mapping[int, BatchDifference]
 
     @property
     def differing(self) -> list[Row]:
         """Returns the rows that rounding does not explain."""
         return [row for row in self.rows if row.is_beyond]
+
+    @property
+    def is_same_path(self) -> bool:
+        """Returns whether rounding explains every difference, and no rank and no sequence is missing."""
+        return not (self.differing or self.batches or self.other.lost or self.right.lost)
 
 
 def compare_traces(right: Trace, other: Trace) -> Comparison:
@@ -99,6 +124,10 @@ def compare_traces(right: Trace, other: Trace) -> Comparison:
     comparer = _Comparer(right, other, rounding)
     keys = sorted(set(other.pieces), key=position)
     common = [key for key in keys if comparer.has_right(key)]
+    if not common:
+        rule = "has no tensor that --output has, too"
+        fix = "compare traces of one model, or a dump of it"
+        raise UserError(rule, where="flag --against", value=str(other.folder), fix=fix)
     if not any(key.kind == "activation" for key in common) and any(key.kind == "activation" for key in keys):
         rule = "no sequence of the batch is in both traces, so that nothing that a layer computes can be compared"
         fix = "give both runs the same data, seed, and sequences of a step: batch_size x accumulation x replicas"
@@ -110,15 +139,20 @@ def compare_traces(right: Trace, other: Trace) -> Comparison:
         by_tensor.setdefault(key[:3], []).append(comparer.compare(key))
     rows = [_worst(group) for group in by_tensor.values()]
     rows.sort(key=lambda row: position(row.key))
-    steps = {key.step for key in keys}
-    tensors = {key[:3] for key in right.pieces if key.step in steps}
-    only_right = {f"{kind} {name}" for _, kind, name in tensors - by_tensor.keys()}
-    only_other = {f"{key.kind} {key.name}" for key in keys} - {f"{row.key.kind} {row.key.name}" for row in rows}
-    return Comparison(right, other, rounding, rows, sorted(only_right), sorted(only_other), batches)
+    names = [{key[:3] for key in trace.pieces} for trace in (right, other)]
+    steps = [{step for step, _, _ in each} for each in names]
+    of_both = steps[0] & steps[1]
+    ours, theirs = ({f"{kind} {name}" for step, kind, name in each if step in of_both} for each in names)
+    of_both -= batches.keys()
+    divided = {f"{kind} {name}" for step, kind, name in (names[0] & names[1]) - by_tensor.keys() if step in of_both}
+    return Comparison(
+        right, other, rounding, rows, sorted(ours - theirs), sorted(theirs - ours), sorted(divided),
+        sorted(steps[0] - steps[1]), sorted(steps[1] - steps[0]), batches,
+    )  # fmt: skip
 
 
-def _different_batches(right: Trace, other: Trace) -> dict[int, tuple[int, int, int]]:
-    """Returns, for steps whose batches differ, the sequences that are in both traces, in the right and in the other."""
+def _different_batches(right: Trace, other: Trace) -> dict[int, BatchDifference]:
+    """Returns the steps of both traces whose batches differ."""
     by_step: list[dict[int, set[str]]] = []
     for trace in (right, other):
         sequences: dict[int, set[str]] = {}
@@ -126,11 +160,25 @@ def _different_batches(right: Trace, other: Trace) -> dict[int, tuple[int, int, 
             if key.kind == "activation":
                 sequences.setdefault(key.step, set()).update(key.sequence.split("+"))
         by_step.append(sequences)
-    return {
-        step: (len(ours & theirs), len(ours), len(theirs))
-        for step, ours in by_step[0].items()
-        if (theirs := by_step[1].get(step, ours)) != ours
-    }
+    differences = {}
+    for step, ours in by_step[0].items():
+        theirs = by_step[1].get(step, ours)
+        if theirs != ours:
+            differences[step] = BatchDifference(
+                len(ours & theirs), len(ours), len(theirs), _micro_batches_beyond(right, step, theirs),
+                _micro_batches_beyond(other, step, ours),
+            )  # fmt: skip
+    return differences
+
+
+def _micro_batches_beyond(trace: Trace, step: int, sequences: Collection[str]) -> list[str]:
+    """Returns the micro-batches of a step with other sequences than these; of ranks that share one, the first."""
+    micro_batches: dict[tuple[str, ...], str] = {}
+    for rank, steps in sorted(trace.micro_batches.items()):
+        for number, micro_batch in enumerate(chain(*steps[step - 1 : step]), 1):
+            if not set(micro_batch) <= set(sequences):
+                micro_batches.setdefault(tuple(micro_batch), f"{number} of rank {rank}")
+    return list(micro_batches.values())
 
 
 def _rounding(right: Trace, other: Trace) -> Rounding:
@@ -183,12 +231,17 @@ class _Comparer:
         if len(unions) == 1:
             return unions[0]
         joined = join_summaries([union.summary for union in unions])
+        shape = sum(union.shape[0] for union in unions), unions[0].shape[1]
+        if key.kind == "loss":  # the sum over the tokens of a micro-batch
+            total = sum(union.summary.mean for union in unions)
+            joined = Summary(1, total, total, total, abs(total))
+            shape = unions[0].shape
         scales = [union.scale for union in unions if union.scale is not None]
         scale = None
         if scales:
             scale = math.hypot(*scales)
         is_complete = all(union.is_complete for union in unions)
-        return Union(replace(joined, sketch=None), [], is_complete, scale)
+        return Union(shape, replace(joined, sketch=None), [], is_complete, scale)
 
     def compare(self, key: Key) -> Row:
         """Compares a tensor."""
@@ -198,6 +251,9 @@ class _Comparer:
         layer = layer_of(key.name)
         holders = tuple(sorted({piece.rank for piece in pieces}))
         bound = self._bound(key, layer, right, pieces)
+        if right.shape != other.shape:
+            text = f"shapes differ: {_shape_text(other.shape)}, right is {_shape_text(right.shape)}"
+            return Row(key, layer, math.inf, bound, holders, holders, (1, 1), text)
         if not other.is_complete:
             ranks, text = self._lost_ranks(key, pieces)
             return Row(key, layer, math.inf, bound, ranks, holders, (1, 1), text)
@@ -208,6 +264,7 @@ class _Comparer:
             share = _flip_share(right.distinct, other.distinct)
             return Row(key, layer, share, self._flip_bound(key, layer, right), holders, holders)
         by_statistics = right.summary.sketch is None or other.summary.sketch is None
+        by_statistics &= right.summary.size > 1  # those of one number are the number
         if by_statistics:  # the other program has computed them, in float32 or in the dtype of the tensor
             bound += 2 * max(UNIT_ROUNDOFFS.get(piece.dtype, 0.0) for piece in pieces) + _STATISTICS
         measured = deviation(right.summary, other.summary)
@@ -287,6 +344,13 @@ class _Comparer:
             return sum(chosen)
         sequences = {sequence for step, _, sequence in self.flipped if step == key.step}
         return sum(chosen) / max(1, len(sequences))
+
+
+def _shape_text(shape: tuple[int, int]) -> str:
+    """Returns the shape of a tensor, of a vector without the column that stands for it."""
+    if shape[1] == 1:
+        return f"[{shape[0]}]"
+    return f"[{shape[0]}, {shape[1]}]"
 
 
 def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece], other: Union) -> dict[int, float]:

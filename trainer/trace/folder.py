@@ -50,10 +50,12 @@ class Union(NamedTuple):
     """A tensor from the pieces of all ranks.
 
     Attributes:
+        shape: Rows and columns of the unsharded tensor, see `Place`.
         distinct: One piece for each place.
         is_complete: Whether they have all numbers, each once.
     """
 
+    shape: tuple[int, int]
     summary: Summary
     distinct: Sequence[Piece]
     is_complete: bool
@@ -119,7 +121,7 @@ def unite(pieces: Sequence[Piece]) -> Union:
     scale = None
     if scales:
         scale = float(np.sqrt(np.sum(np.square(scales))))
-    return Union(summary, distinct, is_complete, scale)
+    return Union(distinct[0].place.shape, summary, distinct, is_complete, scale)
 
 
 def right_keys(key: Key, right: Trace) -> list[Key]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from trainer.trace.compare import Comparison, Row
+from trainer.trace.compare import BatchDifference, Comparison, Row
 
 _NEXT = 3
 _LISTED = 8
@@ -17,9 +19,8 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     beyond = comparison.differing
     lines = [f"lost         rank {rank} {text}" for rank, text in sorted(other.lost.items())]
     lines += [f"lost         rank {rank} of the right trace {text}" for rank, text in comparison.right.lost.items()]
-    for step, (common, ours, theirs) in comparison.batches.items():
-        count = f"{common} sequences are in both traces, {ours} in the right and {theirs} in the other"
-        lines.append(f"batch        step {step}: {count}; losses and gradients are not compared")
+    for step, batch in comparison.batches.items():
+        lines += _batch_lines(step, batch)
     if beyond:
         lines.append(f"first        {row_text(beyond[0])}")
         lines += [f"next         {row_text(row)}" for row in beyond[1 : 1 + _NEXT]]
@@ -27,28 +28,74 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         if rest > 0:
             lines.append(f"             and {rest} more of {len(comparison.rows)} tensors")
     else:
-        lines.append(f"same path    rounding explains every difference: {len(comparison.rows)} tensors")
+        label = "same path"
+        if not comparison.is_same_path:
+            label = "not equal"
+        lines.append(f"{label:<12} {verdict(comparison)}")
         closest = max(comparison.rows, key=lambda row: row.deviation / row.bound, default=None)
         if closest is not None:
             lines.append(f"closest      {row_text(closest)}")
     if any(row.by_statistics for row in comparison.rows):
         count = sum(row.by_statistics for row in comparison.rows)
         lines.append(f"statistics   {count} tensors were compared by norm and mean alone, which show less")
-    lines += _not_compared("right", comparison.only_right)
-    lines += _not_compared("other", comparison.only_other)
-    lines += _not_compared("dump", [f"{name}: {why}" for name, why in other.unmatched.items()])
-    return lines
+    return lines + list(_not_compared(comparison))
 
 
-def _not_compared(which: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    texts = {"right": "only in the right trace", "other": "only in the other trace", "dump": "not matched in the dump"}
-    listed = "; ".join(names[:_LISTED])
-    more = ""
-    if len(names) > _LISTED:
-        more = f"; and {len(names) - _LISTED} more"
-    return [f"not compared {len(names)} {texts[which]}: {listed}{more}"]
+def verdict(comparison: Comparison) -> str:
+    """Returns what the exit code says in a sentence without its full stop."""
+    beyond = comparison.differing
+    if beyond:
+        return f"the first difference is {row_text(beyond[0])}"
+    compared = f"rounding explains every difference of {len(comparison.rows)} tensors"
+    if len(comparison.rows) == 1:
+        compared = compared.removesuffix("s")
+    reasons = []
+    if comparison.other.lost or comparison.right.lost:
+        reasons.append("records of ranks are lost")
+    if comparison.batches:
+        reasons.append("the batches differ")
+    if not reasons:
+        return compared
+    return f"{' and '.join(reasons)}; {compared} that both traces have"
+
+
+def _batch_lines(step: int, batch: BatchDifference) -> Iterator[str]:
+    """Yields lines about the sequences of a step that one trace alone has."""
+    count = f"{batch.common} sequences are in both traces, {batch.right} in the right and {batch.other} in the other"
+    yield f"batch        step {step}: {count}; losses and gradients are not compared"
+    for which, names in (("right", batch.only_right), ("other", batch.only_other)):
+        if names:
+            yield f"             only the {which} trace has these sequences of micro-batches: {_listed(names)}"
+
+
+def _not_compared(comparison: Comparison) -> Iterator[str]:
+    """Yields a line for each reason why something was not compared."""
+    texts = {
+        "steps of the right trace that the other lacks": list(map(str, comparison.steps_right)),
+        "steps of the other trace that the right one lacks": list(map(str, comparison.steps_other)),
+        "of other micro-batches in each trace": comparison.divided,
+        "only in the right trace": _kinds(comparison.only_right),
+        "only in the other trace": _kinds(comparison.only_other),
+    }
+    for text, names in texts.items():
+        if names:
+            yield f"not compared {text}: {_listed(names, '; ')}"
+    by_reason: dict[str, list[str]] = {}
+    for name, why in comparison.other.unmatched.items():
+        by_reason.setdefault(why, []).append(name)
+    for why, names in by_reason.items():
+        yield f"not compared {'; '.join(_kinds(names))}: {why}"
+
+
+def _kinds(names: Sequence[str]) -> list[str]:
+    """Returns names with a star for the numbers in them, and how many names each stands for."""
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
+    kinds = []
+    for name, count in counts.items():
+        if count > 1:
+            name = f"{name} ({count})"
+        kinds.append(name)
+    return kinds
 
 
 def row_text(row: Row) -> str:
@@ -85,8 +132,8 @@ def _ranks_text(row: Row) -> str:
     return f"ranks {_listed(ranks)}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_LISTED]))
-    if len(ranks) > _LISTED:
-        return f"{shown}, ..."
+def _listed(items: Sequence[object], separator: str = ", ") -> str:
+    shown = separator.join(map(str, items[:_LISTED]))
+    if len(items) > _LISTED:
+        return f"{shown}{separator}and {len(items) - _LISTED} more"
     return shown

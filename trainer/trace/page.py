@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.monitors.files import write_text
 from trainer.trace.compare import Comparison, deviation_by_layer
-from trainer.trace.message import row_text
+from trainer.trace.message import verdict
 
 PAGE = "trace.html"
 _SERIES = {"weight": "weights", "activation": "activations", "activation gradient": "activation gradients",
@@ -30,15 +30,13 @@ _STYLE = (
 
 def write_page(comparison: Comparison, folder: Path) -> Path:
     """Writes trace.html into a folder and returns its path."""
-    beyond = comparison.differing
-    verdict = "Rounding explains every difference."
-    if beyond:
-        verdict = f"First difference: {row_text(beyond[0])}."
+    sentence = verdict(comparison)
+    sentence = f"{sentence[0].upper()}{sentence[1:]}."
     other = html.escape(str(comparison.other.folder))
     right = html.escape(str(comparison.right.folder))
     page = (
         f"<!doctype html><meta charset='utf-8'><title>trace</title><style>{_STYLE}</style>"
-        f"<h1>{other}</h1><p>compared with {right}</p><p><b>{html.escape(verdict)}</b></p>"
+        f"<h1>{other}</h1><p>compared with {right}</p><p><b>{html.escape(sentence)}</b></p>"
         f"{draw_layers(comparison)}{_table(comparison)}"
     )
     path = folder / PAGE

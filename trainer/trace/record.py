@@ -72,6 +72,10 @@ class TraceWriter:
 
     Args:
         pattern: Names of the tensors to write in full, with * and ?, or "": none.
+
+    Attributes:
+        matched: How many tensors, and shards of some, had such a name.
+        count: How many were written.
     """
 
     def __init__(self, folder: Path, rank: int, pattern: str = "") -> None:
@@ -79,6 +83,7 @@ class TraceWriter:
         self.rank = rank
         self.pattern = pattern
         self.full = 0
+        self.matched = 0
         self.count = 0
         make_folder(self.folder / "full", "flag --output")
         (self.folder / RANK_FILE).unlink(missing_ok=True)
@@ -92,7 +97,9 @@ class TraceWriter:
         summary = summarize(array, place)
         file = ""
         try:
-            if key.kind == "choice" or (self.pattern and fnmatch.fnmatchcase(key.name, self.pattern)):
+            is_asked_for = fnmatch.fnmatchcase(key.name, self.pattern)
+            self.matched += is_asked_for
+            if key.kind == "choice" or is_asked_for:
                 file = self._write_full(key, array)
             line = {
                 "step": key.step, "kind": key.kind, "name": key.name, "sequence": key.sequence, "shape": place.shape,
@@ -126,7 +133,7 @@ class TraceWriter:
         """Ends the files; `facts` about the rank are written last, as the mark of completeness."""
         self._pieces.close()
         self._sketches.close()
-        written = {"rank": self.rank, "pieces": self.count, **facts}
+        written = {"rank": self.rank, "pieces": self.count, "full": self.matched, **facts}
         write_text(self.folder / RANK_FILE, json.dumps(written, indent=1) + "\n")
 
 
