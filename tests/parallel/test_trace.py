@@ -255,7 +255,9 @@ def test_a_dump_without_modules_is_an_error(folder: Path, tmp_path: Path) -> Non
     ("model.tok_embeddings", "model.embed_tokens"),
     ("module.embedding.word_embeddings", "model.embed_tokens"),
     ("decoder.final_layernorm", "model.norm"),
-    ("mtp.layers.0.transformer_layer.mlp", ""),
+    ("mtp.layers.0.transformer_layer.mlp", "mtp.0.mlp"),
+    ("network.mtp.layers.1.final_layernorm", "mtp.1.shared_head.norm"),
+    ("mtp.layers.0.mlp", ""),
     ("optimizer", ""),
 ])  # fmt: skip
 def test_modules_get_the_names_of_hugging_face(path: str, name: str) -> None:

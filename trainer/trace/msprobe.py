@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +27,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.models.spec.names import MTP_WEIGHTS
+from trainer.parallel.mesh import divisors
 from trainer.parallel.sharding import shard_range
 from trainer.trace.folder import Trace, layer_of, right_keys
 from trainer.trace.record import Key, Kind, Piece
 from trainer.trace.sketch import Place, Summary, matrix_shape, summarize
 
 _ENTRY = re.compile(r"(?:Cell|Module)\.(?:\d+\.)?(.+)\.[A-Za-z_]\w*\.(forward|backward|parameters_grad)\.(\d+)")
+_IN_MTP = re.compile(r"(?:^|\.)mtp\.(?:layers\.)?(\d+)(?:\.(.+))?$")
 _IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.(.+))?$")
 _FOLDER = re.compile(r"step(\d+)")
 _RANK = re.compile(r"rank(\d+)")
@@ -48,6 +52,8 @@ _OUTSIDE = {
     "word_embeddings": "model.embed_tokens", "norm": "model.norm", "norm_out": "model.norm",
     "final_layernorm": "model.norm", "lm_head": "lm_head", "output_layer": "lm_head",
 }  # fmt: skip
+_IN_MODULE = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+"""Parts of modules of multi-token prediction beside their layer, in Megatron-LM -> Hugging Face's."""
 _JOINED = ("linear_qkv", "w_qkv", "linear_fc1", "w_gate_hidden", "qkv_proj", "gate_up_proj")
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
@@ -96,12 +102,16 @@ def read_dump(folder: Path, right: Trace) -> Trace:
         UserError: A dump.json cannot be read, or no entry stands for a tensor of the trace.
     """
     trace = Trace(folder, {})
-    steps = list(_step_folders(folder).values())
-    for number, path in enumerate(steps, start=1):
+    last = max((key.step for key in right.pieces), default=0)
+    for number, path in enumerate(_step_folders(folder).values(), start=1):
+        if number > last:
+            _leave_out(trace, path.name, f"the right trace ends with step {last}")
+            continue
         ranks = [_read_rank(rank, each, trace) for rank, each in enumerate_ranks(path)]
         _Step(right, trace, ranks, number).add_pieces()
     if not trace.pieces:
-        rule = f"none of its {len(trace.unmatched)} entries stands for a tensor of the right trace"
+        reasons = "; ".join(why for why, _ in Counter(trace.unmatched.values()).most_common(3))
+        rule = f"none of its {len(trace.unmatched)} entries stands for a tensor of the right trace ({reasons})"
         fix = 'dump with "level": "L0" or "mix", and pass the model to PrecisionDebugger.start'
         raise UserError(rule, where="flag --against", value=str(folder), fix=fix)
     dtypes = {piece.dtype for pieces in trace.pieces.values() for piece in pieces if piece.key.kind == "activation"}
@@ -155,8 +165,18 @@ def _leave_out(trace: Trace, name: str, why: str) -> None:
 
 
 def module_name(path: str) -> str:
-    """Returns Hugging Face's name of a module of MindSpore Transformers, Megatron-LM or Hugging Face; "" if unknown."""
-    if re.search(r"(^|\.)mtp\.", path):
+    """Returns Hugging Face's name of a module of MindSpore Transformers, Megatron-LM or Hugging Face; "" if unknown.
+
+    Of a module of multi-token prediction it is ``mtp.N`` for its layer: the model says which layer that is.
+    """
+    match = _IN_MTP.search(path)
+    if match is not None:
+        parts = (match[2] or "").split(".")
+        name = f"mtp.{match[1]}"
+        if parts[0] == "transformer_layer":
+            return ".".join([name, *(_PARTS.get(part, part) for part in parts[1:])])
+        if parts[0] in _IN_MODULE:
+            return f"{name}.{_IN_MODULE[parts[0]]}"
         return ""
     match = _IN_LAYER.search(path)
     if match is None:
@@ -183,8 +203,15 @@ class _Step:
             (pieces[0].place.shape[0] for key, pieces in right.pieces.items() if key.kind == "activation"), 0
         )
         self.tensor = self._tensor_ranks()
+        self.context = self._context_ranks()
+        modules = {layer_of(key.name) for key in right.pieces if key.name.endswith(MTP_WEIGHTS)}
+        self.first_module = min((layer for layer in modules if layer is not None), default=None)
+        self.layers = {
+            rank.rank: {layer for entry in rank.entries if (layer := layer_of(entry.name)) is not None}
+            for rank in sorted(ranks, key=lambda each: each.rank)
+        }
         self.offsets = self._first_layers()
-        stages = len(set(self.offsets.values())) or 1
+        stages = len({self.offsets[rank] + min(layers, default=0) for rank, layers in self.layers.items()}) or 1
         self.replicas = max(1, len(ranks) // (self.tensor * stages))
 
     def _tensor_ranks(self) -> int:
@@ -197,20 +224,35 @@ class _Step:
                     return max(1, self.right.pieces[key][0].place.shape[1] // local[-1])
         return 1
 
-    def _first_layers(self) -> dict[int, int]:
-        """Returns the first layer of each rank; stages may count their layers from 0."""
-        layers: dict[int, list[int]] = {}
+    def _context_ranks(self) -> int:
+        """Returns into how many parts context parallelism cuts a sequence.
+
+        The input of an o_proj has all tokens of a rank's part of the sequence, also with sequence parallelism.
+        """
         for rank in self.ranks:
-            numbers = {layer for entry in rank.entries if (layer := layer_of(entry.name)) is not None}
-            layers[rank.rank] = sorted(numbers)
-        counts = {len(each) for each in layers.values() if each}
+            for entry in rank.entries:
+                shape = _shape(_first(entry.tensors.get("input_args"))) or ()
+                if entry.what != "forward" or not entry.name.endswith("o_proj") or len(shape) < 2 or not self.length:
+                    continue
+                sizes = shape[:-1]  # [T, B], [B, T] or [B * T]
+                if any(size % self.length == 0 for size in sizes):
+                    return 1
+                return min((self.length // size for size in sizes if self.length % size == 0), default=1)
+        return 1
+
+    def _first_layers(self) -> dict[int, int]:
+        """Returns the first layer of each rank: stages may count their layers from 0."""
         total = self.right.facts["layers"]
-        if len(counts) != 1 or total % (count := counts.pop()) or count == total:
-            return dict.fromkeys(layers, 0)
-        if all(each and each[0] == 0 for each in layers.values()):
-            per_stage = max(1, len(layers) * count // total)
-            return {rank: place // per_stage * count for place, rank in enumerate(sorted(layers))}
-        return dict.fromkeys(layers, 0)
+        if self.first_module is not None:
+            total = self.first_module
+        counts = [len(layers) for layers in self.layers.values()]
+        if all(layers == set(range(len(layers))) for layers in self.layers.values()):
+            for stages in divisors(len(counts)):
+                size = len(counts) // stages
+                of_stages = counts[::size]
+                if sum(of_stages) == total and counts == [count for count in of_stages for _ in range(size)]:
+                    return {rank: sum(of_stages[: place // size]) for place, rank in enumerate(self.layers)}
+        return dict.fromkeys(self.layers, 0)
 
     def add_pieces(self) -> None:
         """Adds the pieces of all ranks to the trace."""
@@ -221,9 +263,9 @@ class _Step:
                 "pipeline": rank.rank // (self.tensor * self.replicas), "data": replica, "context": 0,
                 "tensor": tensor_rank,
             }  # fmt: skip
-            calls = _ordinals(rank.entries)
-            for entry in rank.entries:
-                entry = self._with_global_layer(entry, rank.rank)
+            entries = [entry for each in rank.entries if (entry := self._with_global_layer(each, rank.rank))]
+            calls = _ordinals(entries)
+            for entry in entries:
                 for kind, name, tensor in _tensors(entry):
                     if kind in ("weight", "gradient"):
                         if kind == "gradient" and (max(calls.values(), default=0) or self.replicas > 1):
@@ -235,21 +277,25 @@ class _Step:
                         order = calls.get((entry.name, entry.call), entry.call) * self.replicas + replica
                         self._add_activation(rank, kind, name, tensor, tensor_rank, order)
 
-    def _with_global_layer(self, entry: _Entry, rank: int) -> _Entry:
+    def _with_global_layer(self, entry: _Entry, rank: int) -> _Entry | None:
+        """Returns an entry with the name of the right trace; None where that has no such module."""
+        if entry.name.startswith("mtp."):
+            _, number, *rest = entry.name.split(".")
+            if self.first_module is None:
+                _leave_out(self.trace, entry.name, "the right trace has no multi-token prediction")
+                return None
+            return entry._replace(name=".".join(["model.layers", str(self.first_module + int(number)), *rest]))
         layer = layer_of(entry.name)
-        offset = self.offsets.get(rank, 0)
+        offset = self.offsets[rank]
         if layer is None or not offset:
             return entry
-        rest = entry.name.removeprefix(f"model.layers.{layer}")
-        return entry._replace(name=f"model.layers.{layer + offset}{rest}")
+        rest_of_name = entry.name.removeprefix(f"model.layers.{layer}")
+        return entry._replace(name=f"model.layers.{layer + offset}{rest_of_name}")
 
     def _add_parameter(self, rank: _Rank, kind: Kind, name: str, tensor: Mapping[str, Any], tensor_rank: int) -> None:
         key = Key(self.step, kind, name)
         if key not in self.right.pieces:
-            why = "no parameter of the right trace has this name"
-            if any(joined in name for joined in _JOINED):
-                why = "one matrix there, several in the right trace"
-            _leave_out(self.trace, name, why)
+            _leave_out(self.trace, name, _why_unknown(name, "no parameter of the right trace has this name"))
             return
         full = self.right.pieces[key][0].place.shape
         local = matrix_shape(_shape(tensor) or ())
@@ -270,7 +316,12 @@ class _Step:
         width = self.widths.get(name)
         shape = _shape(tensor)
         if width is None or not shape:
-            _leave_out(self.trace, name, "not in the right trace")
+            _leave_out(self.trace, name, _why_unknown(name, "the right trace does not record this output"))
+            return
+        if self.context > 1:
+            part = f"1/{self.context} of the tokens of each sequence"
+            why = f"context parallelism: a rank has {part}, and the dump does not say which"
+            _leave_out(self.trace, name, why)
             return
         columns = (0, width)
         if shape[-1] != width:
@@ -340,6 +391,13 @@ def _sequences_in_order(right: Trace, step: int) -> list[str]:
             if number < len(micro_batches):
                 order += micro_batches[number]
     return order
+
+
+def _why_unknown(name: str, why: str) -> str:
+    """Returns why the right trace has no tensor of a name."""
+    if any(joined in name for joined in _JOINED):
+        return "one matrix there, several in the right trace"
+    return why
 
 
 def _ordinals(entries: Sequence[_Entry]) -> dict[tuple[str, int], int]:
