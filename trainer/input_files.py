@@ -1,5 +1,7 @@
 """Reads files that a user names, and checks paths; a file that cannot be read is an error at once, never a wait.
 
+What a command writes replaces nothing that is there already, unless the user adds `--force`.
+
 Opening a pipe waits for its writer, and a device such as /dev/zero never ends: both are refused before they are opened.
 """
 
@@ -84,6 +86,21 @@ def user_path(path: str | Path, where: str, key: str = "") -> Path:
     if rule := path_error(str(path)):
         raise UserError(rule, where=where, key=key, value=str(path), fix="write another path")
     return Path(path).expanduser()
+
+
+def require_new(path: Path, flag: str, force: bool) -> None:
+    """Checks that an output replaces nothing; an empty folder is nothing.
+
+    Args:
+        force: The user lets the command replace what is there.
+
+    Raises:
+        UserError: There is something already.
+    """
+    if force or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    fix = f"give another {flag}, or add --force to replace it"
+    raise UserError("is there already", where=f"flag {flag}", value=str(path), fix=fix)
 
 
 def unwritable_reason(folder: str | Path) -> str:

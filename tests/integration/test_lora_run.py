@@ -338,7 +338,7 @@ def test_export_of_plain_weights_and_no_file_is_replaced(home: Path, path: Path,
     assert_same_bits(safetensors.numpy.load_file(folder / "model.safetensors"), numbers_of(base))
     (folder / "model.safetensors").write_text("of someone")
     code, _, errors = call("export", *command, cwd=home)  # the command as a process of its own
-    assert code == 2 and "--output" in errors and "exists already" in errors and "--force" in errors
+    assert code == 2 and "--output" in errors and "is there already" in errors and "--force" in errors
     assert (folder / "model.safetensors").read_text() == "of someone"
     exported(*command, "--force")
     assert_same_bits(numbers_of(folder), numbers_of(base))

@@ -16,6 +16,7 @@ from trace_cases import CLEAN_CASES, FAULT_CASES, Case, Fault, compare_case, fol
 
 from trainer.cli.main import dispatch
 from trainer.errors import UserError
+from trainer.launch.arguments import read_options
 from trainer.trace.compare import Comparison, compare_traces, open_array
 from trainer.trace.folder import Trace, read_trace
 from trainer.trace.message import comparison_lines, row_text
@@ -97,10 +98,25 @@ def test_the_command_compares_folders_and_draws(folder: Path, capsys: pytest.Cap
     assert "layer 2" in page and page.count("<polyline") == 4 and "class='beyond'" in page
 
 
+def test_a_trace_that_is_there_is_not_replaced(folder: Path) -> None:
+    right = folder / folder_name(PLAIN)
+    arguments = ["trace", "--config", "configs/quickstart.yaml", "--output", str(right)]
+    with pytest.raises(UserError, match="flag --output: .* is there already(.|\n)*add --force"):
+        dispatch(arguments)
+    with pytest.raises(UserError, match="is there already"):
+        dispatch(["launch", "--nproc", "2", "--log_dir", str(folder / "log"), *arguments])
+    assert (right / "trace.json").is_file()
+    assert read_options(["--nproc", "2", *arguments, "--force"]).arguments[-1] == "--force"
+    assert read_options(["--nproc", "2", "--force", *arguments]).force
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["trace", "--output", "{}"], "there is nothing to do"),
-    (["trace", "--output", "{}", "--against", "{}"], "has no trace.json"),
+    (["trace", "--output", "{}", "--against", "{}"], "is the folder of --output"),
+    (["trace", "--output", "{}/a", "--against", "{}"], "has no trace.json"),
     (["trace", "--output", "{}", "--against", "{}", "--steps", "0"], "must be at least 1"),
+    (["trace", "--output", "{}/a", "--against", "{}", "--full", "*"], "flag --full: has an effect on a record alone"),
+    (["trace", "--output", "{}/a", "--against", "{}", "--batch_size", "4"], "flag --batch_size: has an effect"),
 ])  # fmt: skip
 def test_mistakes_are_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):

@@ -28,7 +28,7 @@ from trainer.data.source.records import Record
 from trainer.data.source.samples import to_sample
 from trainer.errors import UserError
 from trainer.launch.arguments import HELP, LaunchOptions, read_options, read_positional
-from trainer.launch.checks import TRACE_VALUES
+from trainer.launch.checks import TRACE_SWITCHES, TRACE_VALUES
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.parallel.world import world_of
 from trainer.run.prepare import build_plan
@@ -47,7 +47,8 @@ OF_A_JOB = ("status", "stop", "verify")
 # Switches and options with a value of the commands themselves; every other flag is the configuration's.
 SWITCHES = {
     "export": ("--help", "--merge", "--force", "--check"), "doctor": ("--help", "--json", "--deep"),
-    "plan": ("--help", "--json", "--verbose", "--search"), "data": ("--help", "--json"), "smoke": ("--help", "--json"),
+    "plan": ("--help", "--json", "--verbose", "--search", "--force"), "data": ("--help", "--json"),
+    "smoke": ("--help", "--json"),
 }  # fmt: skip
 OPTIONS = {
     "export": ("--output", "--dtype", "--shard_size", "--adapter"),
@@ -157,7 +158,7 @@ def check_command(words: list[str]) -> None:
         check_job(read_options(words[1:]))
         return
     if name == "trace":
-        arguments = split_arguments(words[1:], command_options=TRACE_VALUES)
+        arguments = split_arguments(words[1:], TRACE_SWITCHES, TRACE_VALUES)
         assert "--output" in arguments.rest and ("--against" in arguments.rest or arguments.config), words
         if arguments.config is not None:
             load_config(str(REPOSITORY / arguments.config), arguments.overrides)
@@ -196,12 +197,14 @@ def check_job(options: LaunchOptions) -> None:
     """
     rest = list(options.arguments)
     values: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
     if rest[:1] == ["trace"]:
         values = TRACE_VALUES
+        switches = TRACE_SWITCHES
         rest = rest[1:]
-    arguments = split_arguments(rest, command_options=values)
-    assert arguments.config is not None and not arguments.rest[2 * len(values) :], options
-    assert {word for word in arguments.rest if word.startswith("--")} <= set(values), options
+    arguments = split_arguments(rest, switches, values)
+    assert arguments.config is not None and not arguments.rest[2 * len(values) + len(switches) :], options
+    assert {word for word in arguments.rest if word.startswith("--")} <= {*switches, *values}, options
     config = load_config(str(REPOSITORY / arguments.config), arguments.overrides)
     build_plan(config, world_of(options.worker_num, options.local_worker_num))
 

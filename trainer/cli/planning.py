@@ -55,6 +55,7 @@ def _plan(
     write: Annotated[
         Path | None, typer.Option(help="--search: write the file with the best layout.", metavar="FILE")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="--write: replace a file that is there.")] = False,
     check: Annotated[
         int, typer.Option("--check", help="--search: dry-run so many of the best layouts.", metavar="INT")
     ] = 0,
@@ -83,10 +84,11 @@ def _plan(
         flag = "flag --max_device_memory"
         context.obj.overrides.append(Override("context.max_device_memory", max_device_memory, flag))
     if search:
-        from trainer.cli.searching import search_layouts
+        from trainer.cli.searching import SearchOptions, search_layouts
 
-        return search_layouts(context.obj, world, json_, write, check, measured)
-    for flag, value in (("--write", write), ("--check", check or None), ("--measured", measured)):
+        return search_layouts(context.obj, world, json_, SearchOptions(write, force, check, measured))
+    for flag, value in (("--write", write), ("--check", check or None), ("--measured", measured),
+                        ("--force", force or None)):  # fmt: skip
         if value is not None:
             rule = "belongs to the search for a layout"
             raise UserError(rule, where=f"flag {flag}", key=flag, value=str(value), fix="add --search")

@@ -7,11 +7,11 @@ import functools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.cli.loading import gc_disabled, load_file
 from trainer.errors import EXIT_OK, UserError
-from trainer.input_files import user_path
+from trainer.input_files import require_new, user_path
 
 if TYPE_CHECKING:
     from trainer.cli.flags import Arguments
@@ -21,9 +21,23 @@ if TYPE_CHECKING:
     from trainer.plan.search.search import Candidate, LayoutSearch
 
 
-def search_layouts(
-    arguments: Arguments, world: World, json_: bool, write: Path | None, check: int, measured: Path | None
-) -> int:
+class SearchOptions(NamedTuple):
+    """The flags of a search.
+
+    Attributes:
+        write: Where to write the file with the best layout.
+        force: Whether to replace a file that is there.
+        check: How many of the best layouts to try in a dry run.
+        measured: The step times of runs.
+    """
+
+    write: Path | None
+    force: bool
+    check: int
+    measured: Path | None
+
+
+def search_layouts(arguments: Arguments, world: World, json_: bool, options: SearchOptions) -> int:
     """Searches and prints the result; returns an exit code.
 
     Raises:
@@ -36,23 +50,26 @@ def search_layouts(
     from trainer.run.plan_file import open_search
     from trainer.tables import print_sections
 
+    write = None
+    if options.write is not None:
+        write = _writable(options.write, options.force)
     with gc_disabled():
         config = load_file(arguments)
         search = open_search(config, world, planned_device(config))
         corrections = None
-        if measured is not None:
-            measurements = read_measurements(user_path(measured, "flag --measured"))
+        if options.measured is not None:
+            measurements = read_measurements(user_path(options.measured, "flag --measured"))
             corrections = corrected_rates(search, measurements)
             search = dataclasses.replace(search, rates=corrections.rates)
         result = search.run()
     if not result.candidates:
         raise search.nothing_fits(result)
-    if check:
+    if options.check:
         best = shown_candidates(result.candidates)
-        for candidate in best[:check]:
+        for candidate in best[: options.check]:
             _replace(result.candidates, candidate, _dry_run(search, config, candidate))
     if write is not None:
-        _write(search, config, shown_candidates(result.candidates)[0], user_path(write, "flag --write"))
+        _write(search, config, shown_candidates(result.candidates)[0], write)
     if json_:
         print(json.dumps(result_dict(search, result, config, corrections), indent=1))
     else:
@@ -60,6 +77,20 @@ def search_layouts(
         if write is not None:
             print(f"written: {write}")
     return EXIT_OK
+
+
+def _writable(file: Path, force: bool) -> Path:
+    """Returns the path to write to, before the search takes its time.
+
+    Raises:
+        UserError: There is a file already, or no folder for it.
+    """
+    path = user_path(file, "flag --write")
+    require_new(path, "--write", force)
+    if not path.parent.is_dir():
+        fix = "make its folder, or name another file"
+        raise UserError("its folder does not exist", where="flag --write", value=str(path), fix=fix)
+    return path
 
 
 def _replace(candidates: list[Candidate], before: Candidate, after: Candidate) -> None:

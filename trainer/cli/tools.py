@@ -13,7 +13,8 @@ import typer
 from trainer.cli.loading import ConfigFile, Options, load_file
 from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
-from trainer.input_files import user_path
+from trainer.input_files import require_new, user_path
+from trainer.parallel.world import world_from_environment
 
 if TYPE_CHECKING:
     from trainer.cli.flags import Arguments
@@ -95,9 +96,7 @@ def _convert(
         raise UserError("no such schema", where="flag --to", value=schema, fix=f"write {OLDER} or {NEWER}")
     if output is not None:
         output = user_path(output, "flag --output")
-        if output.exists() and not force:
-            fix = "give another --output, or add --force"
-            raise UserError("is there already", where="flag --output", key=str(output), fix=fix)
+        require_new(output, "--output", force)
     conversion = convert(file, read_text(file), schema, is_lossy=lossy, steps=steps)
     report_progress = functools.partial(print, file=sys.stderr, flush=True)
     for note in conversion.notes:
@@ -182,6 +181,7 @@ def _trace(
     against: Annotated[
         Path | None, typer.Option("--against", help="Compare with this trace, or msprobe's dump.", metavar="DIR")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a trace that is there.")] = False,
 ) -> int:
     """Records what each layer computes in training steps, on each rank; compares it with another record.
 
@@ -191,26 +191,55 @@ def _trace(
 
     Exit code 1: the records differ.
     """
-    arguments: Arguments | None = context.obj
+    arguments: Arguments = context.obj
     folder = user_path(output, "flag --output")
     report_progress = functools.partial(print, file=sys.stderr, flush=True)
+    write = functools.partial(print, flush=True)
     if steps < 1:
         raise UserError("must be at least 1", where="flag --steps", key="--steps", value=steps, fix="write --steps 1")
-    is_first_rank = True
-    if arguments is not None and arguments.config is not None:
+    if arguments.config is None:
+        _require_effect(arguments, against, full, force)
+    other = None
+    if against is not None:
+        from trainer.trace.report import check_folders
+
+        other = user_path(against, "flag --against")
+        check_folders(folder, other)
+    if arguments.config is not None:
+        is_first_rank = world_from_environment().rank == 0
+        if is_first_rank:  # the others may look when it has begun to write
+            require_new(folder, "--output", force)
         from trainer.trace.run import record_trace
 
         receive_signals_in_a_thread()
-        loaded = load_file(arguments)
-        is_first_rank = record_trace(loaded, steps, folder, full, report_progress).rank == 0
-    elif against is None:
+        record_trace(load_file(arguments), steps, folder, full, report_progress)
+        if not is_first_rank:
+            return EXIT_OK
+    from trainer.trace.report import compare_folders, recording_lines
+
+    if arguments.config is not None:
+        for line in recording_lines(folder, full):
+            write(line)
+    if other is None:
+        write(f"next         compare another record with it: run_trainer.py trace --output {folder} --against FOLDER")
+        return EXIT_OK
+    return compare_folders(folder, other, write)
+
+
+def _require_effect(arguments: Arguments, against: Path | None, full: str, force: bool) -> None:
+    """Checks that the flags of a command without a configuration have an effect.
+
+    Raises:
+        UserError: They have none.
+    """
+    if against is None:
         fix = "write --config FILE to record a trace, or --against DIR to compare two"
         raise UserError("there is nothing to do", key="trace", fix=fix)
-    if against is None or not is_first_rank:
-        return EXIT_OK
-    from trainer.trace.report import compare_folders
-
-    return compare_folders(folder, user_path(against, "flag --against"), functools.partial(print, flush=True))
+    flags = [each.source for each in arguments.overrides]
+    flags += ["flag --full"] * bool(full) + ["flag --force"] * force
+    if flags:
+        fix = "add --config FILE, or leave it out to compare two traces"
+        raise UserError("has an effect on a record alone", where=flags[0], fix=fix)
 
 
 @tools.command("smoke-worker", hidden=True)

@@ -7,6 +7,8 @@ alternatives, and more than a few repeats and alternatives in a row.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from fnmatch import fnmatchcase
 from functools import lru_cache
 
 _MAX_LENGTH = 400  # characters of an expression
@@ -50,3 +52,11 @@ def _choices(text: str) -> int:
     """Counts the repeats in the longest alternative of a text without groups; alternatives count as one more."""
     alternatives = re.split(r"[|\n]", text)
     return max(len(re.findall(r"[*+?{~]", alternative)) for alternative in alternatives) + ("|" in text)
+
+
+def wider_pattern(pattern: str, names: Collection[str]) -> str:
+    """Returns a pattern with * and ? that begins or ends with more * and matches a name; empty if there is none."""
+    for wider in (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*"):
+        if any(fnmatchcase(name, wider) for name in names):
+            return wider
+    return ""

@@ -230,7 +230,10 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
 
 
 def split_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the options of `launch` by name, and all other arguments in their order."""
+    """Returns the options of `launch` by name, and all other arguments in their order.
+
+    A --force behind the word trace belongs to that command.
+    """
     strings: dict[str, str] = {}
     others: list[str] = []
     tokens = list(argv)
@@ -242,7 +245,9 @@ def split_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             name = flag[2:].replace("-", "_")
         if name == "worker_num":
             name = "nproc"
-        if name in (*_SWITCHES, "help") and not equals:
+        if name == "force" and others[:1] == ["trace"]:
+            others.append(token)
+        elif name in (*_SWITCHES, "help") and not equals:
             strings[name] = "True"
         elif name in _OPTIONS:
             if not equals and not tokens:

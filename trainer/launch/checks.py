@@ -19,6 +19,7 @@ from trainer.cli.flags import split_arguments
 from trainer.config import Config, load_config
 from trainer.device.doctor import available_memory_bytes
 from trainer.errors import UserError
+from trainer.input_files import require_new, user_path
 from trainer.launch.arguments import LaunchOptions, visible_devices
 from trainer.launch.job import RestartPlan
 from trainer.launch.msrun import listen_error
@@ -27,7 +28,8 @@ from trainer.parallel.world import World
 from trainer.plan.plan import Plan
 
 TRACE_VALUES = ("--output", "--steps", "--full", "--against")
-"""The flags of the command `trace`."""
+TRACE_SWITCHES = ("--help", "--force")
+"""The flags of the command `trace`, with and without a value."""
 _LAST_PORT = 65_535
 _MIB = 1 << 20
 # RFC 1123: labels of letters, digits and dashes; underscores occur in the names of containers.
@@ -178,9 +180,11 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
         UserError: A mistake in flags or file, or the run would overwrite the launcher's logs.
     """
     values: Sequence[str] = ()
+    switches: Sequence[str] = ("--help",)
     if options.arguments[:1] == ("trace",):
         values = TRACE_VALUES
-    arguments = split_arguments(options.arguments, command_options=values)
+        switches = TRACE_SWITCHES
+    arguments = split_arguments(options.arguments, switches, values)
     command = [word for word in arguments.rest if word != "train"]
     if command and not values:
         rule = "only trainings, evaluations, predictions and traces run on several ranks"
@@ -190,6 +194,9 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
         raise UserError(rule, where="launch", key=command[0], fix=fix)
     if arguments.config is None:
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
+    if "--output" in arguments.rest and options.node_rank == 0:
+        output = user_path(arguments.rest[arguments.rest.index("--output") + 1], "flag --output")
+        require_new(output, "--output", "--force" in arguments.rest)
     config = load_config(arguments.config, arguments.overrides)
     world = World(
         rank=options.ranks.start, size=options.worker_num, local_rank=0, local_size=options.local_worker_num

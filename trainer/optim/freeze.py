@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
+from trainer.config.patterns import wider_pattern
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.errors import UserError
 from trainer.models.spec.build import model_spec
@@ -171,9 +172,8 @@ def _nearest(pattern: str, shapes: Mapping[str, Any]) -> str:
         return _nearest(ours, shapes)
     if _PLAIN_LAYERS.fullmatch(pattern):
         return f"write layers: {pattern.strip()}"
-    for wider in (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*"):
-        if any(fnmatchcase(name, wider) for name in shapes):
-            return f"a pattern must match the whole name: write '{wider}'"
+    if wider := wider_pattern(pattern, shapes):
+        return f"a pattern must match the whole name: write '{wider}'"
     near = difflib.get_close_matches(pattern.strip("*."), ["embeddings", *shapes], n=3, cutoff=0.0)
     return f"the nearest names are {', '.join(near)}"
 

@@ -33,6 +33,7 @@ from trainer.checkpoint.weights import module_layers
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, has_sequence_classifier, saved_class, sequence_classifier
 from trainer.errors import UserError
+from trainer.input_files import require_new
 from trainer.models.spec.adapters import adapted_matrices, factors_text
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.monitors import formatting
@@ -297,10 +298,8 @@ def check_output(output: Path, force: bool) -> None:
         present = [output]
     else:
         present = [*weight_files(output), output / CONFIG]
-    existing = next((path for path in present if path.exists()), None)
-    if existing is not None and not force:
-        fix = "give another --output, or --force to replace it"
-        raise UserError("the file exists already", key="--output", value=str(existing), fix=fix)
+    for path in present:
+        require_new(path, "--output", force)
 
 
 def weight_files(folder: Path) -> list[Path]:

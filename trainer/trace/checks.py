@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 from trainer.config import Config
 from trainer.config.checks.parallel import runs_semi_auto, shards_optimizer, zero_level
 from trainer.config.checks.problem import ConfigError, problem
+from trainer.config.patterns import wider_pattern
 from trainer.config.recompute import RecomputeConfig
+from trainer.errors import UserError
 from trainer.models.spec.adapters import SECTION, adapter_spec, base_dtype
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.names import LAYERS
 from trainer.parallel.world import World
+from trainer.trace.names import module_names
 
 
 def trace_problems(config: Config, world: World) -> Iterator[ConfigError]:
@@ -48,6 +56,7 @@ def trace_problems(config: Config, world: World) -> Iterator[ConfigError]:
         yield problem(config, "model.model_config.neftune_noise_alpha", rule, "leave it out for the trace")
 
 
+_LAYER = re.compile(rf"^{re.escape(LAYERS)}\d+")
 _DROPOUT = ("hidden_dropout", "attention_dropout")
 
 
@@ -58,3 +67,28 @@ def with_sublayers(config: Config) -> Config:
     """
     recomputed = RecomputeConfig(select_recompute=["mlp"])
     return config.model_copy(update={"recompute_config": recomputed, "recompute": False})
+
+
+def check_pattern(pattern: str, config: Config) -> None:
+    """Checks that the pattern of `--full` matches a tensor of the model, so that a run writes what it is asked for.
+
+    Raises:
+        UserError: It matches none; the message has the names.
+    """
+    spec = model_spec(config.decoder)
+    modules = module_names(spec)
+    names = [*modules, *spec.parameters()]
+    if not pattern or any(fnmatchcase(name, pattern) for name in names):
+        return
+    kinds = list(dict.fromkeys(map(_any_layer_name, modules)))
+    fix = f"the modules are {', '.join(kinds)}, with layers 0 to {len(spec.layers) - 1}; parameters have names, too"
+    near = get_close_matches(_any_layer_name(pattern), [*kinds, *map(_any_layer_name, names)], n=1)
+    if wider := wider_pattern(pattern, names):
+        fix = f"a pattern must match the whole name: write '{wider}'"
+    elif near:
+        fix = f"you probably mean '{near[0]}'; {fix}"
+    raise UserError("matches no tensor of this model", where="flag --full", key="--full", value=pattern, fix=fix)
+
+
+def _any_layer_name(name: str) -> str:
+    return _LAYER.sub(f"{LAYERS}*", name)

@@ -19,8 +19,8 @@ from mindspore import dtype as mstype
 
 from trainer.arrays.memory import host_array
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.model import MlpSpec
-from trainer.models.spec.names import POST_ATTENTION_NORM, POST_MLP_NORM, layer_prefix
+from trainer.models.spec.names import layer_prefix
+from trainer.trace.names import EMBEDDED, ROUTING, layer_name, saved_tensors, stream_names
 from trainer.trace.record import Key, Kind, TraceWriter
 from trainer.trace.sketch import Place, place_of_shard, row_ranges, whole_place
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from trainer.models.spec.model import LayerSpec
     from trainer.step.train_step import TrainStep
 
-EMBEDDED = "model.embed_tokens"
 _FULL_DTYPES = {np.dtype(np.uint16): "bfloat16", np.dtype(np.float16): "float16"}
 
 
@@ -151,14 +150,14 @@ class _MicroBatch:
                 return x_ND
             names = [EMBEDDED]
         else:
-            names = self._names(layer, part)
+            names = stream_names(self._layer(layer), layer, part)
 
         def see(x_ND: Tensor) -> None:
             """Writes the stream, and what was added to it since it was last seen."""
             array_ND = host_array(x_ND)
             dtype = _dtype_name(x_ND)
             for name in names:
-                if part in ("attention", "mlp", "experts") and name != _layer_name(layer):
+                if part in ("attention", "mlp", "experts") and name != layer_name(layer):
                     assert self.before_ND is not None
                     added_ND = array_ND - self.before_ND
                     self.add("activation", name, added_ND, dtype, scale_of=array_ND)
@@ -173,32 +172,12 @@ class _MicroBatch:
 
         return SeenStream(see, see_gradient)(x_ND)
 
-    def _names(self, layer: int, part: str) -> list[str]:
-        """Returns the names of the modules whose output is seen behind a part: of a sublayer, of the layer, or both."""
-        parameters = {spec.name for spec in self._layer(layer).parameters}
-        prefix = layer_prefix(layer)
-        if part == "attention":
-            if POST_ATTENTION_NORM in parameters:
-                return [prefix + POST_ATTENTION_NORM.removesuffix(".weight")]
-            return [f"{prefix}self_attn"]
-        names = [_layer_name(layer)]
-        if part != "block":
-            name = "mlp"
-            if POST_MLP_NORM in parameters:
-                name = POST_MLP_NORM.removesuffix(".weight")
-            names.insert(0, prefix + name)
-        return names
-
     def saved(self, layer: int, arrays: Mapping[str, Any]) -> None:
         """Writes the results of the heads, and of the gate and up projections."""
         for part in ("attention", "mlp"):
             if isinstance(arrays.get(part), dict):  # a whole block
                 self.saved(layer, arrays[part])
-        spec = self._layer(layer)
-        widths = {"heads": ("self_attn.o_proj.input", spec.attention.heads * spec.attention.value_size)}
-        if isinstance(spec.mlp, MlpSpec):
-            widths |= {"gate": ("mlp.gate_proj", spec.mlp.width), "up": ("mlp.up_proj", spec.mlp.width)}
-        for key, (name, width) in widths.items():
+        for key, (name, width) in saved_tensors(self._layer(layer)).items():
             if key in arrays:
                 array = arrays[key]
                 dtype = _FULL_DTYPES.get(array.dtype, "float32")
@@ -224,7 +203,7 @@ class _MicroBatch:
             if isinstance(experts_Nk, Tensor):
                 experts_Nk = experts_Nk.astype(mstype.int32).asnumpy()
             chosen_Nk = np.sort(experts_Nk.reshape(len(rows_n), -1), axis=1).astype(np.float32)
-            self.add("choice", f"{layer_prefix(layer)}mlp.gate", chosen_Nk, "int32", rows_n=rows_n)
+            self.add("choice", layer_prefix(layer) + ROUTING, chosen_Nk, "int32", rows_n=rows_n)
 
     def add(
         self, kind: Kind, name: str, array_NC: np.ndarray, dtype: str, *, width: int | None = None,
@@ -258,7 +237,3 @@ class _MicroBatch:
 
     def _layer(self, layer: int) -> LayerSpec:
         return self.owner.spec.layers[layer]
-
-
-def _layer_name(layer: int) -> str:
-    return layer_prefix(layer).removesuffix(".")

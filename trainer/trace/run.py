@@ -21,7 +21,8 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import World, world_from_environment
 from trainer.run.prepare import local_shard_specs, prepare_run
 from trainer.run.training import require_training_batches
-from trainer.trace.checks import trace_problems, with_sublayers
+from trainer.trace.checks import check_pattern, trace_problems, with_sublayers
+from trainer.trace.page import PAGE
 from trainer.trace.record import MANIFEST, TraceWriter, rank_folders, write_manifest
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 def record_trace(
     config: Config, steps: int, output: Path, pattern: str, report_progress: Callable[[str], None]
-) -> World:
-    """Trains `steps` steps and writes their trace to `output`; returns the ranks of the job.
+) -> None:
+    """Trains `steps` steps and writes their trace to `output`.
 
     Args:
         pattern: See `TraceWriter`.
@@ -47,6 +48,7 @@ def record_trace(
     heartbeat.start()
     for each in trace_problems(config, world):
         raise each.error
+    check_pattern(pattern, config)
     prepared = prepare_run(config, world)
     config = prepared.config
     plan = prepared.plan
@@ -60,9 +62,9 @@ def record_trace(
     if world.rank == 0:
         rates = [float(schedule(number)) for number in range(steps)]
         write_manifest(output, manifest(config, world, plan.device, rates))
-    observe_steps(step, _batches(plan, steps), TraceWriter(output, world.rank, pattern), world, config, report_progress)
+    writer = TraceWriter(output, world.rank, pattern)
+    observe_steps(step, _batches(plan, steps), writer, world, config, report_progress)
     step.communicator.any(False)  # waits for all ranks: their records are complete
-    return world
 
 
 def _prepare_folder(output: Path, step: TrainStep, world: World) -> None:
@@ -71,9 +73,11 @@ def _prepare_folder(output: Path, step: TrainStep, world: World) -> None:
         make_folder(output, "flag --output")
         if any(output.iterdir()) and not (output / MANIFEST).is_file():
             fix = "name a new folder, or that of an earlier trace"
-            raise UserError("is not empty", where="flag --output", key="--output", value=str(output), fix=fix)
+            rule = "has other files than those of a trace"
+            raise UserError(rule, where="flag --output", value=str(output), fix=fix)
         for folder in rank_folders(output).values():
             shutil.rmtree(folder)
+        (output / PAGE).unlink(missing_ok=True)
     step.communicator.any(False)  # waits for rank 0
 
 

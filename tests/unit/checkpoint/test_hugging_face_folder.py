@@ -278,7 +278,7 @@ def test_export_writes_a_folder_in_shards(tmp_path: Path, capsys: pytest.Capture
     for name, array in read_weights(output).items():
         np.testing.assert_array_equal(array, weights[name])
     assert f"wrote {output}: the weights of {folder}" in capsys.readouterr().out
-    assert "exists already" in failure(lambda: dispatch(arguments))
+    assert "is there already" in failure(lambda: dispatch(arguments))
     dispatch([*arguments, "--force", "--dtype", "bfloat16"])
     assert {path.name for path in output.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"

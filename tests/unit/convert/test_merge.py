@@ -92,7 +92,7 @@ def test_large_models_get_several_files(tmp_path: Path, models: list[Path], monk
         ({"method": "slerp", "weights": (1.0, 1.0)}, ["SLERP has no weights", "write --t"]),
         ({"models": (Path("a"),)}, ["at least two models are needed"]),
         ({"method": "slerp", "models": (Path("a"),) * 3}, ["SLERP interpolates between two models"]),
-        ({"output": Path("a")}, ["the file exists already", "--force"]),
+        ({"output": Path("a")}, ["is there already", "--force"]),
         ({"models": (Path("a"), Path("nowhere"))}, ["nowhere"]),
         ({"models": (Path("a"), Path("fewer"))}, ["'fewer'", "it lacks model.norm.weight, which a has"]),
         ({"models": (Path("fewer"), Path("a"))}, ["it has model.norm.weight, which fewer lacks"]),

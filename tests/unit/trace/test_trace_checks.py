@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trainer.config import Override, parse_config
+from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.trace.checks import trace_problems
+from trainer.trace.checks import check_pattern, trace_problems
 
 DENSE = """
 model:
@@ -67,3 +68,20 @@ def test_ranks_that_cannot_be_observed_are_refused(overrides: list[str], key: st
 
 def test_a_classifier_is_refused() -> None:
     assert refused(CLASSIFIER, SINGLE_PROCESS) == ["model.arch.type"]
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "model.layers.1.self_attn*", "*.o_proj.input", "model.norm.weight"])
+def test_patterns_of_full_that_match(pattern: str) -> None:
+    check_pattern(pattern, parse_config("a.yaml", DENSE))
+
+
+@pytest.mark.parametrize(("pattern", "fix"), [
+    ("self_attn", "a pattern must match the whole name: write '*self_attn'"),
+    ("model.layers.1.self_atn", "you probably mean 'model.layers.*.self_attn'; the modules are model.embed_tokens, "),
+    ("model.layers.7.mlp", "you probably mean 'model.layers.*.mlp'; "),
+    ("zzz", "model.layers.*.mlp.up_proj, with layers 0 to 1; parameters have names, too"),
+])  # fmt: skip
+def test_a_pattern_of_full_that_matches_nothing_names_what_there_is(pattern: str, fix: str) -> None:
+    with pytest.raises(UserError, match="flag --full: --full = .*: matches no tensor of this model") as error:
+        check_pattern(pattern, parse_config("a.yaml", DENSE))
+    assert fix in error.value.fix
