@@ -163,8 +163,9 @@ RECORD_BYTES = 0.02
 """Separators between records, which belong to none."""
 EPOCH_PASSES = 0.03
 """The tokens at the end of a document that fill no sequence."""
-BUBBLE = 0.03
-"""The closed form of a pipeline's time is a bound from above where stages differ."""
+BUBBLE = 0.13
+"""The closed form of an interleaved pipeline counts all of the bubble, (p - 1) / (v m + p - 1) and more for a remainder
+of micro-batches, of which a slow stage hides a part behind its other chunks."""
 SECONDS_LEFT = 0.01
 """What moments of different weights add to a mean."""
 

@@ -45,11 +45,14 @@ def search_layouts(arguments: Arguments, world: World, json_: bool, options: Sea
     """
     from trainer.device.resolve import planned_device
     from trainer.plan.search.measured import corrected_rates, read_measurements
-    from trainer.plan.search.render import result_dict, result_sections
+    from trainer.plan.search.render import BEST, LEFT_OUT_FIRST, result_dict, result_sections
     from trainer.plan.search.search import shown_candidates
     from trainer.run.plan_file import open_search
-    from trainer.tables import print_sections
+    from trainer.tables import print_fitting, print_sections
 
+    if options.check < 0:
+        fix = "write --check 3 for the best three"
+        raise UserError("must be at least 0", where="flag --check", key="--check", value=options.check, fix=fix)
     write = None
     if options.write is not None:
         write = _writable(options.write, options.force)
@@ -73,9 +76,13 @@ def search_layouts(arguments: Arguments, world: World, json_: bool, options: Sea
     if json_:
         print(json.dumps(result_dict(search, result, config, corrections), indent=1))
     else:
-        print_sections(result_sections(search, result, config, corrections))
+        for section in result_sections(search, result, config, corrections):
+            if section[0] == BEST:
+                print_fitting([section], LEFT_OUT_FIRST)
+            else:
+                print_sections([section])
         if write is not None:
-            print(f"written: {write}")
+            print(f"written: {write}; `plan --ranks {world.size} --config {write}` shows what it does")
     return EXIT_OK
 
 

@@ -226,11 +226,15 @@ def _pipeline_rows(pipeline: PipelinePlan) -> Rows:
         kind = "GPipe"
     if pipeline.chunks > 1:
         parts = f", {pipeline.chunks} chunks of layers each"
+    estimated = "estimated"
+    if pipeline.scheduler not in ("1f1b", "gpipe"):
+        kind = f"{pipeline.scheduler} of MindSpore"
+        estimated = "estimated for 1F1B"
     even = f"{pipeline.even_bubble_share:.1%} if all stages took the same time"
     return [
         ("", ""),
         ("schedule", f"{kind}, {len(pipeline.stages)} stages{parts}, {pipeline.micro_batches} micro-batches"),
-        ("bubble", f"stages wait {pipeline.bubble_share:.1%} of a step, estimated; {even}"),
+        ("bubble", f"stages wait {pipeline.bubble_share:.1%} of a step, {estimated}; {even}"),
     ]
 
 

@@ -26,6 +26,7 @@ from trainer.config.checks.rules import rule_problems, run_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
+from trainer.config.read.dump import value_text
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.device.doctor import available_memory_bytes
 from trainer.device.resolve import planned_device, plans_elsewhere
@@ -461,7 +462,7 @@ def _settings_text(config: Config, changed: Config, changes: Mapping[str, Any]) 
         }
     if not settings:
         return "start more ranks"
-    return f"set {', '.join(f'{key} to {value}' for key, value in settings.items())}"
+    return f"set {', '.join(f'{key} to {value_text(value)}' for key, value in settings.items())}"
 
 
 def _sharding_candidates(config: Config, world: World) -> list[tuple[int, dict[str, Any]]]:
@@ -545,14 +546,13 @@ def open_search(config: Config, world: World, device: str) -> LayoutSearch:
     )  # fmt: skip
 
 
-def layout_rules(config: Config, world: World, device: str) -> list[tuple[str, str]]:
-    """Returns key and rule of every error about the ranks of a job on a kind of device."""
+def layout_rules(config: Config, world: World, device: str) -> list[ConfigError]:
+    """Returns every error about the ranks of a job on a kind of device."""
     backend = select_execution_mode(config, world)
     problems = [*parallel_problems(config, world), *backend.problems()]
     problems += loss_problems(config, world, on_arrays(config, device, world))
-    if not problems:
-        try:
-            backend.check_device(device)
-        except UserError as error:
-            return [(error.key, error.rule)]
-    return [(each.error.key, each.error.rule) for each in problems]
+    try:
+        backend.check_device(device)
+    except UserError as error:
+        problems.append(_with_place(config, error))
+    return problems

@@ -9,6 +9,7 @@ from config_helpers import CLASSIFIER
 
 from trainer.config import Override, parse_config
 from trainer.plan.flops import flops_per_sequence, keys_seen
+from trainer.plan.pipeline import pipeline_plan
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 L, H, HEADS, KV, D, FFN, V, T = 3, 64, 4, 2, 16, 96, 128, 32
@@ -43,6 +44,25 @@ def test_a_dense_decoder_takes_6_n_and_attention() -> None:
 
 def test_recomputation_is_not_counted() -> None:
     assert flops(recompute_config__recompute=True) == flops()
+
+
+@pytest.mark.parametrize(("recomputed", "again"), [
+    (None, 0), ("attention", 2 * (PROJECTIONS + ATTENTION)), ("mlp", 2 * 3 * H * FFN),
+])  # fmt: skip
+def test_stages_of_a_pipeline_have_their_model_flops_and_what_they_recompute(
+    recomputed: str | None, again: float
+) -> None:
+    """Each of three stages has a layer, and the last one the head."""
+    keys: dict[str, object] = {"use_parallel": True, "parallel_config.pipeline_stage": L}
+    if recomputed is not None:
+        keys["recompute_config.select_recompute"] = [recomputed]
+    config = parse_config("a.yaml", DENSE, [Override(key, str(value)) for key, value in keys.items()])
+    plan = pipeline_plan(config, L)
+    assert plan is not None
+    layer = 6 * (LAYER + ATTENTION) + again
+    total = L * layer + 6 * V * H
+    shares = [layer / total, layer / total, (layer + 6 * V * H) / total]
+    assert [stage.share for stage in plan.stages] == pytest.approx(shares)
 
 
 def test_a_window_is_seen_as_far_as_it_reaches() -> None:

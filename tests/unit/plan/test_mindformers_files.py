@@ -167,7 +167,7 @@ MULTIPLIED = {"parallel_config.expert_model_parallel": "1"}  # without it the lo
         (EXPERTS, "1GB", {"parallel_config.model_parallel": "4", "parallel_config.expert_parallel": "4",
                           "parallel.parallel_optimizer_config.optimizer_level": "level2"} | MULTIPLIED),
         (FINETUNE, "0.25GB", {"parallel.parallel_optimizer_config.optimizer_level": "level2"}),  # and 4 offsets
-        (FINETUNE.replace("use_parallel: True", ""), "2GB", {"use_parallel": "True"}),
+        (FINETUNE.replace("use_parallel: True", ""), "2GB", {"use_parallel": "true"}),
     ],
 )  # fmt: skip
 def test_the_fix_for_memory_is_one_that_the_plan_accepts(text: str, limit: str, settings: dict[str, str]):

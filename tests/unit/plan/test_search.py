@@ -18,13 +18,16 @@ from trainer.errors import UserError
 from trainer.parallel.schedule import Cost, one_forward_one_backward, simulate
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.memory import memory_estimate
+from trainer.plan.pipeline import closed_form_time, pipeline_plan
 from trainer.plan.search.alternatives import lost_alternatives
 from trainer.plan.search.hardware import Factors, device_rates
 from trainer.plan.search.layouts import LEVELS, RECOMPUTATIONS, Layout, balanced_offset, skeletons
 from trainer.plan.search.measured import Measurement, corrected_rates, estimate_run, rank_correlation, read_measurements
+from trainer.plan.search.render import assumptions, result_sections, yaml_difference
 from trainer.plan.search.search import LayoutSearch, SearchResult, shown_candidates
 from trainer.plan.traffic import traffic_plan
 from trainer.run.plan_file import layout_rules, open_search, world_from_degrees
+from trainer.tables import print_sections
 
 DENSE = {
     "num_layers": 4, "hidden_size": 512, "num_heads": 8, "n_kv_heads": 4, "intermediate_size": 1536,
@@ -43,7 +46,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def configuration(model: str, mode: int, **sections: object) -> Config:
+def configuration(model: str, mode: int, /, **sections: object) -> Config:
     family, settings = MODELS[model]
     values = {
         "use_parallel": True, "parallel": {"parallel_mode": mode}, "context": {"device_target": "Ascend"},
@@ -110,16 +113,35 @@ def test_memory_and_traffic_are_those_of_the_plan_of_the_written_file(model: str
             assert candidate.time.sent_bytes == sent, candidate.layout
 
 
-def test_the_time_of_a_pipeline_is_near_that_of_its_schedule() -> None:
-    """The closed form is exact for equal stages, and a bound from above near the schedule for others."""
-    for stages, chunks, number in ((4, 1, 8), (2, 1, 3), (4, 2, 8)):
-        times = [1.0] * stages
-        timeline = simulate(one_forward_one_backward(stages, number, chunks), lambda s, c: Cost(1 / 3, 2 / 3))
-        formula = number * max(times) + (sum(times) - max(times)) / chunks
-        assert timeline.end == pytest.approx(formula * chunks, rel=FLOAT64_SUMS)
-    costs = [1.0, 1.0, 1.0, 1.4]
-    timeline = simulate(one_forward_one_backward(4, 8), lambda s, c: Cost(costs[s] / 3, 2 * costs[s] / 3))
-    assert timeline.end == pytest.approx(8 * 1.4 + 3.0, rel=BUBBLE)
+@pytest.mark.parametrize(("chunks", "numbers"), [(1, (4, 9, 16)), (2, (4, 8, 10, 11)), (4, (8, 9))])
+def test_the_time_of_a_pipeline_is_near_that_of_its_schedule(chunks: int, numbers: tuple[int, ...]) -> None:
+    """The closed form is exact for equal stages and for a slow stage; with several chunks it is a bound from above."""
+
+    def simulated(times: list[float], number: int) -> float:
+        schedule = one_forward_one_backward(len(times), number, chunks)
+        return simulate(schedule, lambda s, c: Cost(times[s] / 3 / chunks, 2 * times[s] / 3 / chunks)).end
+
+    for number in numbers:
+        equal = [1.0] * 4
+        assert closed_form_time(equal, number, chunks) == pytest.approx(simulated(equal, number), rel=FLOAT64_SUMS)
+        for slowest in range(4):
+            times = [1.4 if stage == slowest else 1.0 for stage in range(4)]
+            least = simulated(times, number)
+            bound = FLOAT64_SUMS if chunks == 1 else BUBBLE
+            assert least * (1 - FLOAT64_SUMS) <= closed_form_time(times, number, chunks) <= least * (1 + bound)
+
+
+def test_the_bubble_is_that_of_the_plan_of_the_written_file() -> None:
+    config = configuration("latent", 0, recompute_config={"select_recompute": ["mlp"]})
+    search = search_of(config, 8, 4000)
+    pipelines = [one for one in skeletons(search.config, 8, 4) if one.degrees.pipeline_stage > 1]
+    shown = shown_candidates(search.run_some(pipelines, 12).candidates)
+    assert len(shown) > 2
+    for candidate in shown:
+        changed, _ = planned(search.changed_config(config, candidate.layout), search.world)
+        plan = pipeline_plan(changed, candidate.layout.degrees.pipeline_stage)
+        assert plan is not None
+        assert search.bubble(candidate.layout) == plan.bubble_share > 0.0
 
 
 def test_offsets_balance_the_head_against_layers() -> None:
@@ -128,12 +150,26 @@ def test_offsets_balance_the_head_against_layers() -> None:
     assert balanced_offset([1.0] * 8, 1.0, 2, 2) in (((0, 0), (0, 0)), 0, ((0, 0), (1, -1)), ((1, 0), (0, -1)))
 
 
+_REASONS = ("rule: ", "memory: ", "divisibility: ", "micro-batches: ", "+")
+
+
 def test_alternatives_name_why_they_lost() -> None:
     search = search_of(configuration("experts", 1), 8, 300)
     result = search.run()
     lost = {each.name: each.reason for each in lost_alternatives(search, shown_candidates(result.candidates)[0])}
     assert "semi-automatic mode does not support context parallelism" in lost["context parallel"]
-    assert all(reason.startswith(("rule: ", "memory: ", "divisibility: ", "+")) for reason in lost.values())
+    assert all(reason.startswith(_REASONS) for reason in lost.values())
+
+
+def test_a_pipeline_that_needs_more_micro_batches_lost_for_these() -> None:
+    """Two sequences are one micro-batch for each of two replicas; of 4 or 8 replicas there is no pipeline at all."""
+    runner = {"batch_size": 1, "global_batch_size": 2}
+    search = search_of(configuration("dense", 1, runner_config=runner), 8, 4000)
+    lost = {each.name: each.reason for each in lost_alternatives(search, search.run().candidates[0])}
+    assert lost["pipeline without tensor parallel"] == (
+        "micro-batches: dp 2 pp 4 needs 8 sequences a step, not 2: 4 stages need as many micro-batches"
+    )
+    assert lost["data parallel alone (ZeRO)"] == "divisibility: 2 sequences are no multiple of data_parallel 8"
 
 
 def test_faster_links_between_nodes_change_the_order() -> None:
@@ -147,12 +183,42 @@ def test_a_limit_that_nothing_meets_is_one_problem() -> None:
     result: SearchResult = search.run()
     assert not result.candidates
     error = search.nothing_fits(result)
-    assert "no layout on 8 ranks fits into 0.0 GiB" in str(error)
+    assert "no layout on 8 ranks fits into 10 MiB" in str(error)
     uneven = configuration("dense", 1, runner_config={"batch_size": 1, "global_batch_size": 7})
     search = search_of(uneven, 8, 4000)
     result = search.run()
     if not result.candidates:
         assert "--ranks" in str(search.nothing_fits(result))
+
+
+@pytest.mark.parametrize(("sections", "key"), [
+    ({"model": {"arch": {"type": "Qwen3ForCausalLM"}, "model_config": DENSE | {"label_smoothing": 0.1}}},
+     "model.model_config.label_smoothing"),
+    ({"optimizer": {"type": "PmaAdamW"}, "use_parallel": True}, "optimizer"),
+])  # fmt: skip
+def test_a_key_with_which_no_layout_runs_is_named_with_its_fix(sections: dict[str, object], key: str) -> None:
+    for mode in (0, 1):
+        search = open_search(configuration("dense", mode, **sections), world_of(8), "Ascend")
+        result = search.run()
+        assert not result.candidates
+        with pytest.raises(UserError, match="Fix: ") as error:
+            search.nothing_fits(result)
+        assert key in str(error.value) and "ranks" not in error.value.fix
+
+
+def test_a_schedule_that_is_not_estimated_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    degrees = {"pipeline_stage": 2, "data_parallel": 4, "micro_batch_num": 4}
+    for name, has_file in (("zero_bubble_v", False), ("gpipe", True)):
+        order = {"pipeline_interleave": True, "pipeline_scheduler": name}
+        sections = {"parallel": {"parallel_mode": 1, "pipeline_config": order}, "parallel_config": degrees,
+                    "runner_config": {"batch_size": 1}}  # fmt: skip
+        config = configuration("dense", 1, **sections)
+        search = open_search(config, world_of(8), "Ascend")
+        result = search.run()
+        assert (result.file is not None) == has_file
+        print_sections(result_sections(search, result, config, None))
+        says = "asks for parallel.pipeline_config.pipeline_scheduler zero_bubble_v, which is not estimated"
+        assert (says in capsys.readouterr().out) != has_file
 
 
 def test_the_nearest_layout_that_fits_changes_few_keys() -> None:
@@ -186,14 +252,20 @@ def test_measured_times_correct_the_rates(tmp_path: Path) -> None:
     assert corrections.before > 0.3
     assert corrections.after < 0.1
     assert corrections.factors.links > 1.5
+    assert "rates that the step times of 4 runs have corrected" in assumptions(search, corrections)[-1]
+    assert "default rates, which nobody measured; see --measured" in assumptions(search, None)[-1]
+    search = search_of(configuration("dense", 1, hardware={"network_gbps": 1.0}), 8, 4000)
+    assert "default rates but for network_gbps of the file" in assumptions(search, None)[-1]
 
 
 def test_a_file_of_measurements_that_is_none_is_refused(tmp_path: Path) -> None:
-    for text in ("", "a: 1", "- {config: a, ranks: 0, seconds: 1}", "- {config: a, ranks: 2}", "[1", "- 3"):
+    for text in ("", "a: 1", "- {config: null, ranks: 2, seconds: 1}",
+                 "- {config: a, ranks: 0, seconds: 1}", "- {config: a, ranks: 2}", "[1", "- 3"):
         file = tmp_path / "steps.yaml"
         file.write_text(text, encoding="utf-8")
-        with pytest.raises(UserError, match="Fix: write a list"):
+        with pytest.raises(UserError, match="Fix: write a list") as error:
             read_measurements(file)
+        assert "None" not in str(error.value)
     with pytest.raises(UserError, match="cannot be read"):
         read_measurements(tmp_path / "nothing.yaml")
 
@@ -216,6 +288,13 @@ def test_the_command_writes_a_file_that_plans(tmp_path: Path, capsys: pytest.Cap
     assert len(found["best"]) == 10
     assert found["changes"]
     assert found["considered"] > 300
+    assert not {"None", "True", "False"} & {value for pair in found["changes"].values() for value in pair}
+    with pytest.raises(UserError, match="flag --write: .* is there already"):
+        dispatch(["plan", "--config", str(source), *flags])
+    with pytest.raises(UserError, match="flag --write: .* its folder does not exist"):
+        dispatch(["plan", "--config", str(source), "--search", "--write", str(tmp_path / "nothing" / "best.yaml")])
+    assert dispatch(["plan", "--config", str(source), *flags, "--force"]) == 0
+    capsys.readouterr()
     assert dispatch(["plan", "--config", str(best), "--ranks", "16", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["memory_bytes"]["total"] == found["best"][0]["memory_bytes"]
@@ -224,6 +303,14 @@ def test_the_command_writes_a_file_that_plans(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     for title in ("ASSUMPTIONS", "BEST LAYOUTS", "WHAT THE BEST ONE CHANGES", "WELL-KNOWN ALTERNATIVES"):
         assert title in text
+
+
+def test_changed_values_are_those_of_a_file() -> None:
+    before = configuration("dense", 1, parallel_config={"data_parallel": None, "use_seq_parallel": False})
+    after = configuration("dense", 1, parallel_config={"data_parallel": 8, "use_seq_parallel": True})
+    rows = yaml_difference(before, after)
+    assert ("parallel_config.use_seq_parallel", "false", "true") in rows
+    assert all("None" not in row and "True" not in row for row in rows)
 
 
 def test_options_of_the_search_need_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ RECOMPUTATIONS = ("none", "attention", "mlp", "1/4", "1/2", "3/4", "full")
 """What the backward pass computes again: a sublayer of each layer, or that part of the layers of each model chunk."""
 UNCHANGED = "as in the file"
 """The recomputation of a layout that leaves it as it is."""
+SCHEDULE = "parallel.pipeline_config.pipeline_scheduler"
 _MOST_CHUNKS = 4
 _MOST_ROWS = 8
 """Sequences of a micro-batch."""
@@ -54,17 +55,22 @@ class Layout(NamedTuple):
     @property
     def text(self) -> str:
         """Returns the degrees in short: ``dp 8 tp 4 pp 2 ep 8``."""
-        names = {
-            "data_parallel": "dp", "model_parallel": "tp", "context_parallel": "cp", "pipeline_stage": "pp",
-            "expert_parallel": "ep",
-        }  # fmt: skip
-        sizes = self.degrees._asdict()
-        parts = [f"{short} {sizes[name]}" for name, short in names.items() if sizes[name] > 1 or short == "dp"]
+        parts = [degrees_text(self.degrees)]
         if self.chunks > 1:
             parts.append(f"x {self.chunks} chunks")
         if self.shares_rows:
             parts.append("sp")
         return " ".join(parts)
+
+
+def degrees_text(degrees: Degrees) -> str:
+    """Returns degrees in short: ``dp 8 tp 4 pp 2 ep 8``."""
+    names = {
+        "data_parallel": "dp", "model_parallel": "tp", "context_parallel": "cp", "pipeline_stage": "pp",
+        "expert_parallel": "ep",
+    }  # fmt: skip
+    sizes = degrees._asdict()
+    return " ".join(f"{short} {sizes[name]}" for name, short in names.items() if sizes[name] > 1 or short == "dp")
 
 
 @dataclass
@@ -217,6 +223,12 @@ class Skeleton(NamedTuple):
 
 def skeletons(config: Config, ranks: int, global_batch: int) -> Iterator[Skeleton]:
     """Yields all combinations of degrees, interleaving and micro-batches whose products are the ranks and the batch."""
+    for degrees in all_degrees(config, ranks):
+        yield from _skeletons_of_degrees(degrees, config.decoder.num_layers, global_batch)
+
+
+def all_degrees(config: Config, ranks: int) -> Iterator[Degrees]:
+    """Yields the degrees whose product is the number of ranks and that divide the model."""
     settings = config.decoder
     experts = 1
     if settings.experts is not None:
@@ -232,8 +244,7 @@ def skeletons(config: Config, ranks: int, global_batch: int) -> Iterator[Skeleto
                     continue
                 data = ranks // stages // tensor // context
                 for expert in divisors(math.gcd(experts, ranks // stages)):
-                    degrees = Degrees(stages, data, context, tensor, expert)
-                    yield from _skeletons_of_degrees(degrees, settings.num_layers, global_batch)
+                    yield Degrees(stages, data, context, tensor, expert)
 
 
 def _skeletons_of_degrees(degrees: Degrees, layers: int, global_batch: int) -> Iterator[Skeleton]:

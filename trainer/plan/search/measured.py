@@ -16,6 +16,7 @@ import yaml
 
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.config.device_defaults import apply_device_defaults
+from trainer.config.read.dump import value_text
 from trainer.config.read.loader import load_config
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
@@ -82,7 +83,8 @@ def read_measurements(path: Path) -> list[Measurement]:
         is_right = isinstance(item, dict) and set(item) == set(Measurement._fields)
         is_right = is_right and isinstance(item["config"], str) and type(item["ranks"]) is int and item["ranks"] > 0
         if not is_right or type(item["seconds"]) not in (int, float) or not 0 < item["seconds"] < math.inf:
-            raise UserError(f"item {number} is no measurement", where=where, key="--measured", value=item, fix=_FIX)
+            rule = f"item {number} is no measurement: {value_text(item)}"
+            raise UserError(rule, where=where, key="--measured", fix=_FIX)
         measurements.append(Measurement(item["config"], item["ranks"], float(item["seconds"])))
     return measurements
 

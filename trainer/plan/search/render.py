@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.read.dump import flatten, plain_values
+from trainer.config.read.dump import flatten, plain_values, value_text
 from trainer.plan.search.alternatives import lost_alternatives
-from trainer.plan.search.search import shown_candidates
+from trainer.plan.search.layouts import SCHEDULE
+from trainer.plan.search.search import memory_text, shown_candidates
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -16,22 +17,29 @@ if TYPE_CHECKING:
     from trainer.plan.search.search import Candidate, LayoutSearch, SearchResult
     from trainer.tables import Rows, Section
 
-_GIB = 1 << 30
 _UNSET = "not set"
+BEST = "best layouts"
+"""The title of the table of layouts."""
+LEFT_OUT_FIRST = ("tokens/s", "sent", "offset", "bubble", "optimizer")
+"""Its columns that a narrow terminal does without; `--json` has all."""
 
 
-def assumptions(search: LayoutSearch) -> list[str]:
+def assumptions(search: LayoutSearch, corrections: Corrections | None) -> list[str]:
     """Returns what the estimates assume, in three lines."""
     rates = search.rates
-    source = "default rates, which nobody measured"
+    written = [key for key, value in search.config.hardware if value is not None]
+    source = "default rates, which nobody measured; see --measured"
+    if written:
+        source = f"default rates but for {', '.join(written)} of the file; see --measured"
+    if corrections is not None:
+        source = f"rates that the step times of {corrections.runs} runs have corrected"
     return [
         f"rates: {rates.products / 1e12:.3g} TFLOP/s in products, {rates.experts / 1e12:.3g} in experts,"
         f" {rates.attention / 1e12:.3g} in attention; {rates.node / 1e9:.3g} GB/s in a node of {rates.ranks_per_node},"
         f" {rates.network / 1e9:.3g} between nodes",
         "overlap: only messages among stages and gathers of level3 overlap with computation; experts are loaded evenly;"
         " a pipeline runs 1F1B",
-        f"order: an estimate until somebody measures ({source}; see --measured); traffic is counted as in explicit"
-        " mode",
+        f"order: an estimate until somebody measures ({source}); traffic is counted as in explicit mode",
     ]
 
 
@@ -41,15 +49,15 @@ def result_sections(
     """Returns the tables of a search."""
     best = shown_candidates(result.candidates)
     sections: list[Section] = [("search", _summary(search, result))]
-    sections.append(("assumptions", [("", ""), *(("", line) for line in assumptions(search))]))
+    sections.append(("assumptions", [("", ""), *(("", line) for line in assumptions(search, corrections))]))
     if corrections is not None:
         sections.append(("measured", _corrections(search, corrections)))
-    rows: Rows = [("", "layout", "offset", "optimizer", "recompute", "micro-batches", "memory", "step", "bubble",
+    rows: Rows = [("", "layout", "offset", "optimizer", "recompute", "batches", "memory", "step", "bubble",
                    "sent", "tokens/s")]  # fmt: skip
     rows += [(str(number), *_row(search, each)) for number, each in enumerate(best, start=1)]
     if result.file is not None:
         rows.append(("file", *_row(search, result.file)))
-    sections.append(("best layouts", rows))
+    sections.append((BEST, rows))
     changes = yaml_difference(config, search.changed_config(config, best[0].layout))
     if changes:
         sections.append(("what the best one changes in the file", [("key", "file", "best"), *changes]))
@@ -65,7 +73,7 @@ def _summary(search: LayoutSearch, result: SearchResult) -> Rows:
     rows: Rows = [("", "")]
     rows.append(("ranks", f"{search.world.size}, global batch of {search.configs.global_batch} sequences"))
     rows.append(("mode", search.mode()))
-    rows.append(("memory", f"at most {search.limit_bytes / _GIB:.1f} GiB of a rank"))
+    rows.append(("memory", f"at most {memory_text(search.limit_bytes)} of a rank"))
     parts = [
         f"{broken:,} break a rule", f"{result.too_large:,} need too much memory",
         f"{result.slower:,} are slower even without what they send for weights",
@@ -74,7 +82,15 @@ def _summary(search: LayoutSearch, result: SearchResult) -> Rows:
     rows.append(("layouts", f"{result.considered:,}: {', '.join(parts)}"))
     if result.file is not None:
         rows.append(("file", file_place(result)))
+    if search.other_schedule:
+        rows.append(("schedule", _schedule_text(search)))
     return rows
+
+
+def _schedule_text(search: LayoutSearch) -> str:
+    """Returns that the search does not estimate the schedule of the file."""
+    key = search.config.source.name(SCHEDULE)
+    return f"the file asks for {key} {search.other_schedule}, which is not estimated: layouts here have 1f1b"
 
 
 def file_place(result: SearchResult) -> str:
@@ -87,7 +103,7 @@ def file_place(result: SearchResult) -> str:
     }
     text = f"{len(faster)} kinds of layouts are estimated to be faster than its own"
     if result.file.memory_bytes > result.limit_bytes:
-        text += f"; it needs {result.file.memory_bytes / _GIB:.1f} GiB"
+        text += f"; it needs {memory_text(result.file.memory_bytes)}"
     return text
 
 
@@ -96,12 +112,12 @@ def _row(search: LayoutSearch, candidate: Candidate) -> tuple[str, ...]:
     time = candidate.time
     assert time is not None
     tokens = search.configs.global_batch * search.config.decoder.seq_length / time.seconds
-    memory = f"{candidate.memory_bytes / _GIB:.1f} GiB"
+    memory = memory_text(candidate.memory_bytes)
     if candidate.measured_bytes is not None:
         memory += " (dry run)"
     return (
         layout.text, offset_text(layout), layout.level or "none", layout.recomputed,
-        f"{layout.micro_batches} x {layout.rows}", memory, _seconds_text(time.seconds), f"{time.bubble:.1%}",
+        f"{layout.micro_batches} x {layout.rows}", memory, _seconds_text(time.seconds), f"{search.bubble(layout):.1%}",
         f"{time.sent_bytes / 1e9:.3g} GB", f"{tokens:,.0f}",
     )  # fmt: skip
 
@@ -136,13 +152,14 @@ def yaml_difference(before: Config, after: Config) -> list[tuple[str, str, str]]
     rows = []
     for key in dict.fromkeys((*old, *new)):
         if old.get(key, _UNSET) != new.get(key, _UNSET) and not (key not in new and old[key] in (1, False, None)):
-            rows.append((before.source.name(key), str(old.get(key, _UNSET)), str(new.get(key, _UNSET))))
+            values = [value_text(each.get(key, _UNSET)) for each in (old, new)]
+            rows.append((before.source.name(key), values[0], values[1]))
     if rows and after.parallel_config.expert_model_parallel is not None:
         # Its default may follow from a changed degree, and the loader multiplies expert_parallel by it.
         key = "parallel_config.expert_model_parallel"
         written = {name for name, _, _ in rows}
         if before.source.name(key) not in written:
-            rows.append((before.source.name(key), str(old.get(key, _UNSET)), "1"))
+            rows.append((before.source.name(key), value_text(old.get(key, _UNSET)), "1"))
     return rows
 
 
@@ -171,10 +188,11 @@ def result_dict(
         "mode": search.mode(),
         "global_batch": search.configs.global_batch,
         "limit_bytes": int(search.limit_bytes),
-        "assumptions": assumptions(search),
+        "assumptions": assumptions(search, corrections),
         "considered": result.considered,
         "broken": {f"{key}: {rule}": number for (key, rule), number in result.broken.items()},
         "too_large": result.too_large,
+        "other_schedule": search.other_schedule,
         "best": [_candidate_dict(search, each) for each in best],
         "changes": {key: [old, new] for key, old, new in changes},
         "alternatives": list(_alternative_dicts(search, best[0])),
@@ -206,7 +224,7 @@ def _candidate_dict(search: LayoutSearch, candidate: Candidate) -> dict[str, Any
         "memory_bytes": candidate.memory_bytes,
         "is_dry_run": candidate.measured_bytes is not None,
         "step_seconds": time.seconds,
-        "bubble": time.bubble,
+        "bubble": search.bubble(layout),
         "sent_bytes": time.sent_bytes,
         "tokens_per_second": search.configs.global_batch * search.config.decoder.seq_length / time.seconds,
         "seconds_by_class": dict(time.classes),

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.parallel import runs_semi_auto
+from trainer.config.checks.problem import raise_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.errors import UserError
 from trainer.plan.flops import decoder_products
 from trainer.plan.memory import decoder_facts, memory_estimate
+from trainer.plan.pipeline import pipeline_plan
 from trainer.plan.search.layouts import (
     LEVELS,
     RECOMPUTATIONS,
@@ -34,11 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainer.config import Config
+    from trainer.config.checks.problem import ConfigError
     from trainer.parallel.world import World
     from trainer.plan.search.hardware import Rates
 
-BrokenRules = Callable[["Config", "World"], Sequence[tuple[str, str]]]
-"""Returns key and rule of each error that a job would have."""
+BrokenRules = Callable[["Config", "World"], Sequence["ConfigError"]]
+"""Returns the errors that a job would have."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,13 @@ SHOWN = 10
 """Number of layouts in the table."""
 
 
+def memory_text(bytes_: float) -> str:
+    """Returns memory for people: ``31.7 GiB``, ``412 MiB``."""
+    if bytes_ < 1 << 30:
+        return f"{bytes_ / (1 << 20):.0f} MiB"
+    return f"{bytes_ / (1 << 30):.1f} GiB"
+
+
 def shown_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Returns the best layouts, one of those that differ in offset, optimizer level or sequence parallelism alone."""
     best: dict[object, Candidate] = {}
@@ -98,7 +108,7 @@ class SearchResult:
         too_large: Number of those that need too much memory.
         slower: Number of those whose passes alone take longer than the worst layout that is shown.
         assessed: Number of those whose memory was estimated.
-        file: The layout of the file, if it is for so many ranks.
+        file: The layout of the file, if it is for so many ranks and its schedule has an estimate.
         worst_shown: The time of the last of the layouts that are shown; infinite while there are fewer.
     """
 
@@ -162,7 +172,8 @@ class LayoutSearch:
         """
         every = skeletons(self.config, self.world.size, self.configs.global_batch)
         result = self.run_some(every)
-        if self.world.size == self.job.size:
+        has_schedule = not self.other_schedule or self.configs.unchanged.parallel_config.pipeline_stage == 1
+        if self.world.size == self.job.size and has_schedule:
             result.file = self.assess(file_layout(self.config, self.world), self.configs.unchanged)
         return result
 
@@ -270,6 +281,13 @@ class LayoutSearch:
                 fits.append(self.assess(other, config, memory))
         return min(fits, key=lambda each: each.seconds, default=None)
 
+    def bubble(self, layout: Layout) -> float:
+        """Returns the share of a step in which stages of a layout wait, as `plan` shows it; 0 without a pipeline."""
+        pipeline = pipeline_plan(self.configs.make(layout), layout.degrees.pipeline_stage)
+        if pipeline is None:
+            return 0.0
+        return pipeline.bubble_share
+
     def changed_config(self, config: Config, layout: Layout) -> Config:
         """Returns the file with a layout: as `make` of its configurations, without the defaults of the device."""
         return LayoutConfigs.from_file(config, self.job).make(layout)
@@ -286,6 +304,17 @@ class LayoutSearch:
         stage = needed.index(max(needed))
         return stage * (degrees.ranks // stages) + degrees.model_parallel - 1
 
+    @property
+    def other_schedule(self) -> str:
+        """Returns the schedule of the file's pipeline if its time is not estimated; empty if it is.
+
+        GPipe takes as long as 1F1B, see `trainer.parallel.schedule`.
+        """
+        name = self.config.parallel.pipeline_config.pipeline_scheduler
+        if name in ("1f1b", "gpipe"):
+            return ""
+        return name
+
     def mode(self) -> str:
         """Returns the mode in which the layouts run."""
         if runs_semi_auto(self.configs.config, self.world):
@@ -293,15 +322,22 @@ class LayoutSearch:
         return "explicit mode, as in the file (parallel_mode 0)"
 
     def nothing_fits(self, result: SearchResult) -> UserError:
-        """Returns the error of a search that found no layout."""
-        gib = 1 << 30
+        """Returns the error of a search that found no layout.
+
+        Raises:
+            UserError: The file has keys with which no layout runs, on no number of ranks.
+        """
+        raise_problems(self._errors_of_all())
         key = "context.max_device_memory"
         if result.refused:
             least = min(result.refused, key=lambda each: each.memory_bytes)
+            ranks = f"{self.world.size} ranks"
+            if self.world.size == 1:
+                ranks = "a single rank"
+            smallest = f"{least.layout.text}, optimizer {least.layout.level or 'none'}, all layers recomputed"
             rule = (
-                f"no layout on {self.world.size} ranks fits into {self.limit_bytes / gib:.1f} GiB; the smallest,"
-                f" {least.layout.text} with {least.layout.level or 'no optimizer level'} and recomputation, needs"
-                f" {least.memory_bytes / gib:.1f} GiB of a rank"
+                f"no layout on {ranks} fits into {memory_text(self.limit_bytes)}; the smallest ({smallest}) needs"
+                f" {memory_text(least.memory_bytes)} of a rank"
             )
             return UserError(rule, where="flag --search", key=key, fix="use more ranks, or devices with more memory")
         rule = f"no layout divides the model and its global batch of {self.configs.global_batch} on these ranks"
@@ -334,7 +370,24 @@ class LayoutSearch:
         return rule
 
     def _first_rule(self, layout: Layout) -> tuple[str, str] | None:
-        return min(self.broken_rules(self.configs.make(layout), self.world), default=None)
+        rules = [(each.error.key, each.error.rule) for each in self._errors(layout)]
+        return min(rules, default=None)
+
+    def _errors(self, layout: Layout) -> Sequence[ConfigError]:
+        return self.broken_rules(self.configs.make(layout), self.world)
+
+    def _errors_of_all(self) -> list[ConfigError]:
+        """Returns the errors that every layout has: about keys that no layout changes."""
+        common: dict[str, ConfigError] | None = None
+        for skeleton in skeletons(self.config, self.world.size, self.configs.global_batch):
+            simplest = skeleton._replace(shares_rows=False, chunks=1)
+            errors = {str(each.error): each for each in self._errors(self._layout(simplest, 0, "", "none"))}
+            if common is None:
+                common = errors
+            common = {text: error for text, error in common.items() if text in errors}
+            if not common:
+                break
+        return list((common or {}).values())
 
     def _offsets_of(self, skeleton: Skeleton) -> Iterator[Offset]:
         """Yields the offsets of a pipeline: equal shares, and the shares with which stages take equal times."""

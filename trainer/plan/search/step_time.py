@@ -1,8 +1,7 @@
 """The estimated time of an optimizer step, from operations, bytes and rates.
 
-Of a pipeline with p stages, v chunks and m micro-batches the slowest stage computes without a pause, and the others add
-their first and last micro-batch: T = m max(t) + (sum(t) - max(t)) / v. For equal stages that is the time of 1F1B
-(Narayanan et al. 2021, section 2.2).
+The time of a pipeline is `closed_form_time` of `trainer.plan.pipeline`: to simulate the schedules of all layouts would
+take too long.
 
 Overlap is that of explicit mode: activations are sent, and weights of level3 gathered, while the stage computes; all
 other collectives are waited for. Communication among and within nodes is that of hierarchical collectives, in which
@@ -25,6 +24,7 @@ from trainer.parallel.sharding import bytes_sent
 from trainer.plan.device.memory import kept_of_layer
 from trainer.plan.division import fullest_rank, micro_batch_tokens, rank_groups
 from trainer.plan.flops import Products, decoder_products
+from trainer.plan.pipeline import closed_form_time
 from trainer.plan.traffic import LayerPasses, MessageSizes, end_calls, layer_calls
 from trainer.plan.weight_traffic import Call, JobInfo, head_numbers, weight_calls
 
@@ -68,13 +68,13 @@ class StepTime:
 
     Attributes:
         seconds: The time of a step.
-        bubble: The share of the step in which a stage waits for another one, mean over the stages.
+        waiting: Of these, the seconds in which a stage waits for another one, mean over the stages.
         classes: The seconds of the slowest stage with its waiting, by the names of `CLASSES`.
         sent_bytes: What the busiest rank sends.
     """
 
     seconds: float
-    bubble: float
+    waiting: float
     classes: Mapping[str, float]
     sent_bytes: float
 
@@ -83,12 +83,13 @@ class PassesTime(NamedTuple):
     """The time of all forward and backward passes of a step.
 
     Attributes:
+        waiting: Of the seconds, those in which a stage waits for another one, mean over the stages.
         classes: The seconds of the slowest stage with its waiting, in the order of `CLASSES`.
         sent: Bytes that a rank of each stage sends for a micro-batch.
     """
 
     seconds: float
-    bubble: float
+    waiting: float
     classes: tuple[float, ...]
     sent: list[float]
 
@@ -154,7 +155,7 @@ class StepEstimator:
         classes[CLASSES.index("network")] += exposed
         sent = max(number * one + more.bytes for one, more in zip(passes.sent, of_weights, strict=True))
         seconds = passes.seconds + exposed + after.waited + update
-        return StepTime(seconds, passes.bubble, dict(zip(CLASSES, classes, strict=True)), sent)
+        return StepTime(seconds, passes.waiting, dict(zip(CLASSES, classes, strict=True)), sent)
 
     def passes(self, config: Config, world: World) -> PassesTime:
         """Returns the time of the forward and backward passes of a step, less than which no step takes."""
@@ -172,13 +173,13 @@ class StepEstimator:
         times = [each.waited for each in passes]
         slowest = max(range(stages), key=lambda stage: times[stage])
         chunks = config.decoder.pp_interleave_num
-        computed = number * times[slowest] + (sum(times) - times[slowest]) / chunks
+        computed = closed_form_time(times, number, chunks)
         # Messages show before the first pass of the last stage, and after its last one.
         computed += 2 * (stages - 1) * max(each.sending for each in passes) / chunks
         factor = computed / times[slowest]
         classes = tuple(each * factor for each in passes[slowest].classes)
-        bubble = 1 - number * sum(times) / (stages * computed)
-        return PassesTime(computed, bubble, classes, [each.bytes for each in passes])
+        waiting = computed - number * sum(times) / stages
+        return PassesTime(computed, waiting, classes, [each.bytes for each in passes])
 
     def _stage_kinds(self, config: Config, degrees: Degrees) -> list[tuple[tuple[int, str], ...]]:
         """Returns for each stage the kind of each of its layers, and the part that its backward pass recomputes."""
