@@ -100,7 +100,7 @@ def require_new(path: Path, flag: str, force: bool) -> None:
     if force or not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     fix = f"give another {flag}, or add --force to replace it"
-    raise UserError("is there already", where=f"flag {flag}", value=str(path), fix=fix)
+    raise UserError("is there already", where=f"flag {flag}", key=flag, value=str(path), fix=fix)
 
 
 def unwritable_reason(folder: str | Path) -> str:

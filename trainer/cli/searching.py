@@ -96,7 +96,7 @@ def _writable(file: Path, force: bool) -> Path:
     require_new(path, "--write", force)
     if not path.parent.is_dir():
         fix = "make its folder, or name another file"
-        raise UserError("its folder does not exist", where="flag --write", value=str(path), fix=fix)
+        raise UserError("its folder does not exist", where="flag --write", key="--write", value=str(path), fix=fix)
     return path
 
 

@@ -221,7 +221,7 @@ def _trace(
         for line in recording_lines(folder, full):
             write(line)
     if other is None:
-        write(f"next         compare another record with it: run_trainer.py trace --output {folder} --against FOLDER")
+        write("next         run_trainer.py trace --output RIGHT --against OTHER compares two such folders")
         return EXIT_OK
     return compare_folders(folder, other, write)
 

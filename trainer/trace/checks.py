@@ -81,7 +81,7 @@ def check_pattern(pattern: str, config: Config) -> None:
     if not pattern or any(fnmatchcase(name, pattern) for name in names):
         return
     kinds = list(dict.fromkeys(map(_any_layer_name, modules)))
-    fix = f"the modules are {', '.join(kinds)}, with layers 0 to {len(spec.layers) - 1}; parameters have names, too"
+    fix = f"the modules are {', '.join(kinds)}, with layers 0 to {len(spec.layers) - 1}; parameters end in .weight"
     near = get_close_matches(_any_layer_name(pattern), [*kinds, *map(_any_layer_name, names)], n=1)
     if wider := wider_pattern(pattern, names):
         fix = f"a pattern must match the whole name: write '{wider}'"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from trainer.trace.compare import BatchDifference, Comparison, Row
@@ -17,7 +16,12 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     """Returns the result in lines: the verdict, the first difference and the next ones, and what was not compared."""
     other = comparison.other
     beyond = comparison.differing
-    lines = [f"lost         rank {rank} {text}" for rank, text in sorted(other.lost.items())]
+    lines = [
+        f"model        {name}: {comparison.right.facts[name]} in the right trace, {other.facts[name]} in the other"
+        for name in ("model", "layers")
+        if comparison.right.facts.get(name) != other.facts.get(name, comparison.right.facts.get(name))
+    ]
+    lines += [f"lost         rank {rank} {text}" for rank, text in sorted(other.lost.items())]
     lines += [f"lost         rank {rank} of the right trace {text}" for rank, text in comparison.right.lost.items()]
     for step, batch in comparison.batches.items():
         lines += _batch_lines(step, batch)
@@ -88,13 +92,16 @@ def _not_compared(comparison: Comparison) -> Iterator[str]:
 
 
 def _kinds(names: Sequence[str]) -> list[str]:
-    """Returns names with a star for the numbers in them, and how many names each stands for."""
-    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
+    """Returns names that differ in a number alone as one with a star, and how many there are."""
+    by_kind: dict[str, list[str]] = {}
+    for name in names:
+        by_kind.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
     kinds = []
-    for name, count in counts.items():
-        if count > 1:
-            name = f"{name} ({count})"
-        kinds.append(name)
+    for kind, members in by_kind.items():
+        text = members[0]
+        if len(members) > 1:
+            text = f"{kind} ({len(members)})"
+        kinds.append(text)
     return kinds
 
 

@@ -79,7 +79,7 @@ def test_patterns_of_full_that_match(pattern: str) -> None:
     ("self_attn", "a pattern must match the whole name: write '*self_attn'"),
     ("model.layers.1.self_atn", "you probably mean 'model.layers.*.self_attn'; the modules are model.embed_tokens, "),
     ("model.layers.7.mlp", "you probably mean 'model.layers.*.mlp'; "),
-    ("zzz", "model.layers.*.mlp.up_proj, with layers 0 to 1; parameters have names, too"),
+    ("zzz", "model.layers.*.mlp.up_proj, with layers 0 to 1; parameters end in .weight"),
 ])  # fmt: skip
 def test_a_pattern_of_full_that_matches_nothing_names_what_there_is(pattern: str, fix: str) -> None:
     with pytest.raises(UserError, match="flag --full: --full = .*: matches no tensor of this model") as error:
