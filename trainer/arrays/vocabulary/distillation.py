@@ -23,7 +23,7 @@ from typing import TypeAlias
 import numpy as np
 
 from trainer.arrays.memory import empty, row_blocks
-from trainer.arrays.onednn import operators
+from trainer.arrays.operators import operators
 
 _COLUMNS = 4096  # of the vocabulary, whose differences of logits are in memory at once
 
