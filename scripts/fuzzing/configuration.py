@@ -8,10 +8,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
 from fuzz import REPOSITORY, Attempt, check
 
-from fuzzing.mutate import NUMBERS, STRINGS, changed_bytes, changed_lines, odd_value, yaml_scalar
+from fuzzing.mutate import NUMBERS, STRINGS, changed_bytes, changed_json, changed_lines, odd_value, yaml_scalar
 from trainer.config import Config, config_notes, dump_config, load_config, parse_config, preflight
+from trainer.config.pynative.table import ROWS, rows_without_effect
 from trainer.config.schema.fields import Section, fields_by_yaml_name, shape_of, support_of, types_of
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS
@@ -161,4 +163,25 @@ def _yaml_values(folder: Path) -> Attempt:
     return attempt
 
 
-KINDS = {"yaml_text": _yaml_text, "yaml_values": _yaml_values}
+def _newer_values(folder: Path) -> Attempt:
+    """Changes values of files in the newer schema, as parsed YAML: those that are there, and keys of its table."""
+    files = [yaml.safe_load(path.read_bytes()) for path in sorted((REPOSITORY / "configs" / "pynative").glob("*.yaml"))]
+    keys = sorted({row.old for row in (*ROWS, *rows_without_effect())})
+
+    def attempt(rng: random.Random) -> None:
+        content = changed_json(rng.choice(files), rng)
+        if isinstance(content, dict) and rng.random() < 0.5:
+            value: Any = odd_value(rng)
+            for part in reversed(rng.choice(keys).split(".")):
+                value = {part: value}
+            content = _merged(content, value)
+        config = parse_config("a.yaml", yaml_scalar(content))
+        _check_read(config)
+        plan = plan_file(config, SINGLE_PROCESS, [])
+        plan_dict(plan)
+        plan_sections(plan, True)
+
+    return attempt
+
+
+KINDS = {"yaml_text": _yaml_text, "yaml_values": _yaml_values, "newer_values": _newer_values}

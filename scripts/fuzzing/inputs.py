@@ -69,6 +69,41 @@ def _jsonl(folder: Path) -> Attempt:
     return attempt
 
 
+_PREFERENCES = [
+    ({"prompt": "Once", "chosen": " upon a time", "rejected": " twice"}, "dpo"),
+    ({"chosen": _TURNS, "rejected": [*_TURNS[:2], {"role": "assistant", "content": "No."}]}, "simpo"),
+    ({"chosen": {"from": "gpt", "value": "Yes"}, "rejected": {"from": "gpt", "value": "No"},
+      "conversations": [{"from": "human", "value": "Hi"}]}, "orpo"),
+    ({"prompt": "Once", "completion": " upon a time", "label": True}, "kto"),
+    ({"prompt": "Once", "chosen": " upon a time", "rejected": " twice", "margin": 0.5}, "reward"),
+]  # fmt: skip
+
+
+def _preferences(folder: Path) -> Attempt:
+    """Tries records of answers that are compared: pairs, and answers with labels."""
+    file = folder / "a.jsonl"
+
+    def attempt(rng: random.Random) -> None:
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        record, loss = rng.choice(_PREFERENCES)
+        other = {**record, "prompt": "Twice"} if loss == "kto" else record  # kto compares with other prompts
+        lines = [json.dumps(other).encode(), json_bytes(record, rng).replace(b"\n", b" ")]
+        file.write_bytes(b"\n".join(lines))
+        options = {"bad_records": "skip"} if rng.random() < 0.3 else {}
+        config = parse_config("a.yaml", json.dumps(_merged(TINY, {
+            "loss": {"type": loss}, "model": {"model_config": {"seq_length": 256}},
+            "train_dataset": {
+                "cache_dir": str(folder / "cache"),
+                "data_loader": {"type": "JsonlDataset", "dataset_dir": str(file), **options},
+            },
+        })))  # fmt: skip
+        data = build_train_dataset(config)[0]
+        batch = data.batch(range(data.num_sequences))
+        check(all(np.isfinite(values).all() for values in batch.values), "values that are not finite")
+
+    return attempt
+
+
 def _template(folder: Path) -> Attempt:
     """Tries a chat template from elsewhere, which runs in Jinja's sandbox."""
     file, data = folder / "t.jinja", folder / "a.jsonl"
@@ -273,4 +308,6 @@ def _paths(folder: Path) -> Attempt:
     return attempt
 
 
-KINDS = {"records": _jsonl, "chat_template": _template, "indexed": _indexed, "paths": _paths}
+KINDS = {
+    "records": _jsonl, "preferences": _preferences, "chat_template": _template, "indexed": _indexed, "paths": _paths,
+}  # fmt: skip

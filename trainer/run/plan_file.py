@@ -21,7 +21,14 @@ from trainer.config.checks.parallel import (
     zero_level,
 )
 from trainer.config.checks.preferences import loss_problems
-from trainer.config.checks.problem import ConfigError, problem, raise_problems, rename_keys, value_of
+from trainer.config.checks.problem import (
+    ConfigError,
+    problem,
+    raise_problems,
+    rename_keys,
+    separate_errors,
+    value_of,
+)
 from trainer.config.checks.rules import rule_problems, run_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.location import SourceLocation
@@ -185,7 +192,7 @@ def plan_file(
         if has_sizes and checks_memory:
             memory_notes = _memory_notes(config, world, memory_bytes)
     except UserError as error:
-        problems = errors or [_with_place(config, error)]
+        problems = errors or [_with_place(config, each) for each in separate_errors(error)]
         broken = {each.error.key.partition(".")[0] for each in errors}
         if opens_data and not broken & _DATA_SECTIONS:
             for section in sections:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "scripts/fuzz.py"
-KINDS = """yaml_text yaml_values flags checkpoint safetensors adapters tokenizer token_cache model_folder records
-    chat_template indexed paths strangers listener messages workers""".split()
+KINDS = """yaml_text yaml_values newer_values flags checkpoint safetensors adapters tokenizer token_cache model_folder
+    records preferences chat_template indexed paths strangers listener messages workers""".split()
 
 
 def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -161,6 +161,13 @@ def raise_problems(problems: Sequence[ConfigError]) -> None:
         raise ConfigErrors(ordered)
 
 
+def separate_errors(error: UserError) -> tuple[UserError, ...]:
+    """Returns the errors of which one consists, in the order of the file."""
+    if isinstance(error, ConfigErrors):
+        return error.errors
+    return (error,)
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
     """Returns the most similar of `names`, or an empty string if none is similar."""
     exact = [candidate for candidate in names if candidate.lower() == name.lower()]

@@ -70,6 +70,9 @@ def set_ulysses_degree(work: Translation, row: Row) -> None:
         work.notes.append(Note(f"{row.old} {degree}: not used, {_METHOD} is colossal", "ignored"))
 
 
+_MOST_EXAMPLES = 64  # ranges that a message shows
+
+
 def set_stage_layers(work: Translation, row: Row) -> None:
     """Sets the layers of pipeline stages from a list of ranges for each of them: "0-3,8-11" has two model chunks."""
     written = work.values[row.old]
@@ -81,7 +84,9 @@ def set_stage_layers(work: Translation, row: Row) -> None:
         work.notes.append(Note(f"{row.old}: not used, {_STAGES} is 1", "ignored"))
         return
     name, layers = _number_of_layers(work)
-    fix = f"write auto, or for example {_even_ranges(layers, stages, chunks)}"
+    fix = "write auto"
+    if stages * chunks <= _MOST_EXAMPLES:
+        fix += f", or for example {_even_ranges(layers, stages, chunks)}"
     ranges = _ranges(written)
     if ranges is None:
         work.problem(row.old, "must be auto or a list of ranges of layers", fix)

@@ -56,7 +56,8 @@ def translate(name: str, root: Table) -> Translation:
     for row in rows:
         work.values[row.old] = _checked(work, row)
     kind = work.values["optimizer.type"]
-    work.values["optimizer.type"] = OptimizerConfig.type_aliases.get(kind, kind)
+    if isinstance(kind, str):
+        work.values["optimizer.type"] = OptimizerConfig.type_aliases.get(kind, kind)
     for row in rows:
         _apply(work, row)
     _note_unused(work)

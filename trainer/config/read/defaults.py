@@ -360,8 +360,9 @@ def _from_aliases(resolved: Resolved) -> None:
     if settings.get("multi_query_attention") is False and is_group_number:
         settings["n_kv_heads"] = None
     _from_rotated_layers(resolved)
-    divisor = settings.pop("query_pre_attn_scalar", None)
-    if type(divisor) in (int, float) and divisor > 0:
+    divisor = settings.get("query_pre_attn_scalar")
+    if type(divisor) in (int, float) and 0 < divisor < math.inf:  # the schema refuses others
+        del settings["query_pre_attn_scalar"]
         _set_default(resolved, f"{_MODEL}.softmax_scale", divisor**-0.5, f"{_MODEL}.query_pre_attn_scalar")
     because = f"{_MODEL}.mlp_has_bias"
     if settings.get("mlp_has_bias") is True and resolved.name_in_file(because) == "add_bias_linear":
@@ -392,8 +393,10 @@ def _from_aliases(resolved: Resolved) -> None:
 def _from_rotated_layers(resolved: Resolved) -> None:
     """Sets nope_layers from SmolLM3's no_rope_layers. Either wins over the interval of a family or a config.json."""
     settings = resolved.section(_MODEL)
-    rotated = settings.pop("no_rope_layers", None)
-    if isinstance(rotated, list):
+    rotated = settings.get("no_rope_layers")
+    # The schema refuses other values.
+    if isinstance(rotated, list) and all(type(each) is int and each in (0, 1) for each in rotated):
+        del settings["no_rope_layers"]
         layers = [layer for layer, has_rotary in enumerate(rotated) if has_rotary == 0]
         _set_default(resolved, f"{_MODEL}.nope_layers", layers, f"{_MODEL}.no_rope_layers")
     is_interval_written = resolved.name_in_file(f"{_MODEL}.nope_layer_interval") == "nope_layer_interval"

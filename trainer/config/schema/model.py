@@ -170,7 +170,7 @@ class ModelConfig(Section):
         aliases="no_rope_layer_interval")
     nope_layers: list[Layer] | None = setting(
         None, "Layers without rotary positions, counted from 0. Default null: none.")
-    no_rope_layers: list[Layer] | None = setting(
+    no_rope_layers: list[Literal[0, 1]] | None = setting(
         None, "SmolLM3's nope_layers: for each layer 1, or 0 if it has no rotary positions. Default null: nope_layers"
         " decides.")
     softmax_scale: float | None = setting(

@@ -26,7 +26,6 @@ factor on the loss of its tokens, if ``columns`` names its column.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from os.path import commonprefix
@@ -58,7 +57,7 @@ _LABELS_FIX = (
     "give each record `prompt` and `completion`, as texts or as lists of messages, and `label`, true or false, or set "
     "data_loader.columns to the names of its columns"
 )
-_LARGEST_WEIGHT = 1e6
+_LARGEST_NUMBER = 1e6
 _EMPTY = "its content is empty"
 _EMPTY_FIX = "write a text, or remove the record"
 
@@ -279,13 +278,16 @@ def _make_sample(fields: _Fields) -> Sample | None:
     raise UserError(rule, where=fields.where, fix=_FORMS_FIX)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _weight(fields: _Fields) -> float:
     """Returns the weight of a record in float32, which must be a number that is not negative."""
     value = fields.get(WEIGHT)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= _LARGEST_WEIGHT:
+    if not _is_number(value) or not 0 <= value <= _LARGEST_NUMBER:
         fix = "correct it, or remove the record"
-        raise _wrong(fields.where, fields.key(WEIGHT), value, f"a number from 0 to {_LARGEST_WEIGHT:g}", fix)
+        raise _wrong(fields.where, fields.key(WEIGHT), value, f"a number from 0 to {_LARGEST_NUMBER:g}", fix)
     return float(value)
 
 
@@ -374,8 +376,9 @@ def _pair(fields: _Fields, may_have_margin: bool) -> Sample:
     margin = 0.0
     if may_have_margin and fields.has("margin"):
         margin = fields.get("margin")
-        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
-            raise _wrong(fields.where, fields.key("margin"), margin, "a number", "write a number, or leave it out")
+        if not _is_number(margin) or not abs(margin) <= _LARGEST_NUMBER:
+            rule = f"a number of at most {_LARGEST_NUMBER:g}"
+            raise _wrong(fields.where, fields.key("margin"), margin, rule, "write a number, or leave it out")
     return chosen._replace(other=rejected, value=float(margin))
 
 
