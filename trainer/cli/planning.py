@@ -71,7 +71,7 @@ def _plan(
     run runs steps on MindSpore's Ascend backend, without one and as any rank of the job, and measures device memory,
     reads by the host and collectives (g++ is needed).
     """
-    from trainer.parallel.world import planned_world
+    from trainer.parallel.world import SINGLE_PROCESS, planned_world
 
     world = planned_world(ranks, local_ranks)
     if rank and dryrun is None and audit is None:
@@ -86,7 +86,9 @@ def _plan(
     if search:
         from trainer.cli.searching import SearchOptions, search_layouts
 
-        return search_layouts(context.obj, world, json_, SearchOptions(write, force, check, measured))
+        is_written = ranks is None and local_ranks is None and world == SINGLE_PROCESS
+        options_of_search = SearchOptions(write, force, check, measured, is_written)
+        return search_layouts(context.obj, world, json_, options_of_search)
     for flag, value in (("--write", write), ("--check", check or None), ("--measured", measured),
                         ("--force", force or None)):  # fmt: skip
         if value is not None:

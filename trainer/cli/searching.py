@@ -29,12 +29,14 @@ class SearchOptions(NamedTuple):
         force: Whether to replace a file that is there.
         check: How many of the best layouts to try in a dry run.
         measured: The step times of runs.
+        takes_ranks_of_file: Whether to search on the ranks that the file is written for.
     """
 
     write: Path | None
     force: bool
     check: int
     measured: Path | None
+    takes_ranks_of_file: bool
 
 
 def search_layouts(arguments: Arguments, world: World, json_: bool, options: SearchOptions) -> int:
@@ -47,7 +49,7 @@ def search_layouts(arguments: Arguments, world: World, json_: bool, options: Sea
     from trainer.plan.search.measured import corrected_rates, read_measurements
     from trainer.plan.search.render import BEST, LEFT_OUT_FIRST, result_dict, result_sections
     from trainer.plan.search.search import shown_candidates
-    from trainer.run.plan_file import open_search
+    from trainer.run.plan_file import open_search, world_from_degrees
     from trainer.tables import print_fitting, print_sections
 
     if options.check < 0:
@@ -58,6 +60,8 @@ def search_layouts(arguments: Arguments, world: World, json_: bool, options: Sea
         write = _writable(options.write, options.force)
     with gc_disabled():
         config = load_file(arguments)
+        if options.takes_ranks_of_file:
+            world = world_from_degrees(config, world)
         search = open_search(config, world, planned_device(config))
         corrections = None
         if options.measured is not None:
@@ -82,6 +86,8 @@ def search_layouts(arguments: Arguments, world: World, json_: bool, options: Sea
             else:
                 print_sections([section])
         if write is not None:
+            if result.is_file_fastest:
+                print("note: the layout of the file itself is estimated to be faster than the written one")
             print(f"written: {write}; `plan --ranks {world.size} --config {write}` shows what it does")
     return EXIT_OK
 

@@ -23,7 +23,7 @@ from trainer.plan.search.alternatives import lost_alternatives
 from trainer.plan.search.hardware import Factors, device_rates
 from trainer.plan.search.layouts import LEVELS, RECOMPUTATIONS, Layout, balanced_offset, skeletons
 from trainer.plan.search.measured import Measurement, corrected_rates, estimate_run, rank_correlation, read_measurements
-from trainer.plan.search.render import assumptions, result_sections, yaml_difference
+from trainer.plan.search.render import assumptions, file_place, result_sections, yaml_difference
 from trainer.plan.search.search import LayoutSearch, SearchResult, shown_candidates
 from trainer.plan.traffic import traffic_plan
 from trainer.run.plan_file import layout_rules, open_search, world_from_degrees
@@ -299,9 +299,10 @@ def test_the_command_writes_a_file_that_plans(tmp_path: Path, capsys: pytest.Cap
     plan = json.loads(capsys.readouterr().out)
     assert plan["memory_bytes"]["total"] == found["best"][0]["memory_bytes"]
     assert plan["steps"]["rows_per_step"] == found["global_batch"] == 4
-    assert dispatch(["plan", "--config", str(source), "--search", "--ranks", "16"]) == 0
+    assert dispatch(["plan", "--config", str(best), "--search"]) == 0
     text = capsys.readouterr().out
-    for title in ("ASSUMPTIONS", "BEST LAYOUTS", "WHAT THE BEST ONE CHANGES", "WELL-KNOWN ALTERNATIVES"):
+    assert "ranks    16, global batch of 4 sequences" in text and "`plan" not in text
+    for title in ("ASSUMPTIONS", "BEST LAYOUTS", "WELL-KNOWN ALTERNATIVES"):
         assert title in text
 
 
@@ -318,6 +319,20 @@ def test_options_of_the_search_need_it(tmp_path: Path) -> None:
     source.write_text(dump_config(configuration("dense", 1)), encoding="utf-8")
     with pytest.raises(UserError, match="add --search"):
         dispatch(["plan", "--config", str(source), "--check", "2"])
+
+
+def test_a_file_that_is_faster_than_all_others_is_not_called_slower() -> None:
+    """Its micro-batch has more sequences than the search tries."""
+    runner = {"batch_size": 16, "gradient_accumulation_steps": 1}
+    config = configuration("dense", 0, runner_config=runner, parallel_config={"data_parallel": 1})
+    search = open_search(config, SINGLE_PROCESS, "Ascend")
+    result = search.run()
+    assert result.is_file_fastest
+    assert file_place(result) == "no layout is estimated to be faster than its own"
+    titles = [title for title, _ in result_sections(search, result, config, None)]
+    assert "what the best of the others changes in the file" in titles
+    alternatives = lost_alternatives(search, shown_candidates(result.candidates)[0])
+    assert {each.reason for each in alternatives} == {"divisibility: it takes more than one rank"}
 
 
 def test_a_search_is_for_the_training_of_decoders() -> None:

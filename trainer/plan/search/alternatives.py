@@ -63,7 +63,7 @@ def _alternative(
     kind = [one for one in every if belongs(one.degrees)]
     if not kind:
         degrees = [one for one in all_degrees(search.config, search.world.size) if belongs(one)]
-        return Alternative(name, None, None, _why_none(degrees, search.configs.global_batch))
+        return Alternative(name, None, None, _why_none(degrees, search.world.size, search.configs.global_batch))
     result = search.run_some(kind, _MOST_SEARCHED)
     if result.candidates:
         fastest = result.candidates[0]
@@ -79,10 +79,12 @@ def _alternative(
     return Alternative(name, None, None, f"rule: {key.rpartition('.')[2]} {rule}")
 
 
-def _why_none(degrees: Sequence[Degrees], batch: int) -> str:
+def _why_none(degrees: Sequence[Degrees], ranks: int, batch: int) -> str:
     """Returns why no layout of a kind runs with a global batch; `degrees` are those of the kind."""
+    if ranks == 1:
+        return "divisibility: it takes more than one rank"
     if not degrees:
-        return "divisibility: no degrees of this kind divide heads, layers, tokens, experts and ranks"
+        return f"divisibility: no degrees of this kind make {ranks} ranks and divide heads, layers, tokens and experts"
     dividing = [one for one in degrees if batch % one.data_parallel == 0]
     if not dividing:
         sizes = sorted({one.data_parallel for one in degrees})

@@ -59,8 +59,11 @@ def result_sections(
         rows.append(("file", *_row(search, result.file)))
     sections.append((BEST, rows))
     changes = yaml_difference(config, search.changed_config(config, best[0].layout))
+    title = "what the best one changes in the file"
+    if result.is_file_fastest:
+        title = "what the best of the others changes in the file"
     if changes:
-        sections.append(("what the best one changes in the file", [("key", "file", "best"), *changes]))
+        sections.append((title, [("key", "file", "best"), *changes]))
     lost: Rows = [("kind", "fastest of it", "why it lost")]
     for each in lost_alternatives(search, best[0]):
         lost.append((each.name, _short(each.layout), each.reason))
@@ -96,6 +99,8 @@ def _schedule_text(search: LayoutSearch) -> str:
 def file_place(result: SearchResult) -> str:
     """Returns where the layout of the file stands among those that fit."""
     assert result.file is not None
+    if result.is_file_fastest:
+        return "no layout is estimated to be faster than its own"
     faster = {
         (each.layout.degrees, each.layout.chunks, each.layout.rows)
         for each in result.candidates

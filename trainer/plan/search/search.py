@@ -127,6 +127,13 @@ class SearchResult:
     worst_shown: float = math.inf
     _shown: list[Candidate] = field(default_factory=list)
 
+    @property
+    def is_file_fastest(self) -> bool:
+        """Returns whether the layout of the file fits, and no other one is estimated to be faster."""
+        if self.file is None or self.file.memory_bytes > self.limit_bytes:
+            return False
+        return all(self.file.seconds <= each.seconds for each in self.candidates)
+
     def add(self, candidate: Candidate) -> None:
         """Adds a layout that fits."""
         self.candidates.append(candidate)
