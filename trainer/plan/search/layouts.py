@@ -20,7 +20,7 @@ LEVELS = ("", "level1", "level2", "level3")
 """Optimizer levels; empty: no rank shards optimizer state."""
 RECOMPUTATIONS = ("none", "attention", "mlp", "1/4", "1/2", "3/4", "full")
 """What the backward pass computes again: a sublayer of each layer, or that part of the layers of each model chunk."""
-UNCHANGED = "as in the file"
+UNCHANGED = "unchanged"
 """The recomputation of a layout that leaves it as it is."""
 SCHEDULE = "parallel.pipeline_config.pipeline_scheduler"
 _MOST_CHUNKS = 4
@@ -194,7 +194,7 @@ class LayoutConfigs:
 
 
 def file_layout(config: Config, job: World) -> Layout:
-    """Returns the layout that a file describes; what it recomputes is "as in the file"."""
+    """Returns the layout that a file describes; what it recomputes is "unchanged"."""
     degrees = parallel_degrees(config, job)
     level = ""
     if config.parallel.enable_parallel_optimizer:

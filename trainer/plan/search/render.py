@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _UNSET = "not set"
 BEST = "best layouts"
 """The title of the table of layouts."""
-LEFT_OUT_FIRST = ("tokens/s", "sent", "offset", "bubble", "optimizer")
+LEFT_OUT_FIRST = ("tokens/s", "sent", "offset", "bubble", "optimizer", "batches")
 """Its columns that a narrow terminal does without; `--json` has all."""
 
 
