@@ -111,6 +111,16 @@ def test_every_command_helps(command: str, answers: dict[str, Answer]) -> None:
     assert found.cpu_seconds < 0.8
 
 
+def test_a_paragraph_of_help_breaks_where_the_terminal_ends(answers: dict[str, Answer]) -> None:
+    """Not where the line of its docstring ends: the first word of a line had no room on the line before."""
+    for command in ("plan", "export"):
+        prose = answers[command].output.partition("╭")[0]
+        for paragraph in re.split(r"\n\s*\n", prose):
+            lines = [line.strip() for line in paragraph.strip().splitlines()]
+            for line, following in zip(lines, lines[1:], strict=False):
+                assert len(line) + 1 + len(following.split()[0]) > 78, line
+
+
 def test_help_has_room_for_every_flag(answers: dict[str, Answer]) -> None:
     for command in ("", "train", "plan", "export"):
         output = answers[command].output

@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -202,6 +203,8 @@ def _run(command: Any, args: list[str], arguments: Arguments | LaunchOptions | N
     name = "run_trainer.py"
     if not hasattr(command, "commands"):
         name = f"run_trainer.py {command.name}"
+    if command.help:  # Rich would break its lines where the docstring does
+        command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help)
     try:
         # Calling the command would turn Ctrl-C into an exit code without a message.
         with command.make_context(name, list(args), obj=arguments) as context:

@@ -185,11 +185,11 @@ def _trace(
 ) -> int:
     """Records what each layer computes in training steps, on each rank; compares it with another record.
 
-    With --config it trains and writes --output; under launch each rank writes its shards. With --against it compares
-    --output, the right numbers, with another folder. It names the first layer, tensor and rank that differ by more than
-    rounding explains.
+    With --config it trains and writes --output; under launch each rank writes its shards. With --against another folder
+    is compared with --output, which has the right numbers: the first layer, tensor and rank that differ by more than
+    rounding explains are named.
 
-    Exit code 1: the records differ.
+    Exit code 1: the records differ, or some are missing.
     """
     arguments: Arguments = context.obj
     folder = user_path(output, "flag --output")
