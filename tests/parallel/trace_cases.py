@@ -35,7 +35,7 @@ from trainer.trace.checks import with_sublayers  # noqa: E402
 from trainer.trace.compare import Comparison, compare_traces  # noqa: E402
 from trainer.trace.folder import read_trace  # noqa: E402
 from trainer.trace.message import row_text  # noqa: E402
-from trainer.trace.record import PIECES, TraceWriter, write_manifest  # noqa: E402
+from trainer.trace.record import PIECES, RANK_FILE, TraceWriter, write_manifest  # noqa: E402
 from trainer.trace.run import manifest, observe_steps  # noqa: E402
 
 ROWS = 4  # sequences of a step, of all ranks together
@@ -290,13 +290,15 @@ def shift_mask(step: TrainStep, layer: int) -> None:
 
 
 def lose_lines(folder: Path, layer: int) -> None:
-    """Removes what a rank has recorded of the heads of a layer."""
+    """Removes what a rank has recorded of the heads of a layer, as if it had not seen them."""
     path = folder / PIECES
     lines = path.read_text().splitlines(keepends=True)
     sketches = np.fromfile(folder / "sketches.f64").reshape(len(lines), -1)
     kept = [json.loads(line)["name"] != f"{_prefix(layer)}self_attn.o_proj.input" for line in lines]
     path.write_text("".join(line for line, keeps in zip(lines, kept, strict=True) if keeps))
     sketches[np.array(kept)].tofile(folder / "sketches.f64")
+    facts = json.loads((folder / RANK_FILE).read_text())
+    (folder / RANK_FILE).write_text(json.dumps(facts | {"pieces": sum(kept)}))
 
 
 def lose_rank(folder: Path, layer: int) -> None:

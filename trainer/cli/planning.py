@@ -89,11 +89,10 @@ def _plan(
         is_written = ranks is None and local_ranks is None and world == SINGLE_PROCESS
         options_of_search = SearchOptions(write, force, check, measured, is_written)
         return search_layouts(context.obj, world, json_, options_of_search)
-    for flag, value in (("--write", write), ("--check", check or None), ("--measured", measured),
-                        ("--force", force or None)):  # fmt: skip
+    values = {"--write": write, "--check": check or None, "--measured": measured, "--force": force or None}
+    for flag, value in values.items():
         if value is not None:
-            rule = "belongs to the search for a layout"
-            raise UserError(rule, where=f"flag {flag}", key=flag, value=str(value), fix="add --search")
+            raise UserError("belongs to the search for a layout", where=f"flag {flag}", fix="add --search")
     if dryrun is not None:
         return _dry_run(context.obj, dryrun, json_, world, rank)
     if audit is not None:
