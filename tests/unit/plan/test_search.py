@@ -258,6 +258,14 @@ def test_measured_times_correct_the_rates(tmp_path: Path) -> None:
     assert "default rates but for network_gbps of the file" in assumptions(search, None)[-1]
 
 
+def test_a_measurement_on_other_ranks_than_its_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    config = configuration("dense", 1, parallel_config={"data_parallel": 4, "model_parallel": 2})
+    file.write_text(dump_config(config), encoding="utf-8")
+    with pytest.raises(UserError, match="flag --measured: ranks = 7: .*(.|\n)*write the ranks of the run of .*a.yaml"):
+        estimate_run(Measurement(str(file), 7, 1.0), "Ascend", Factors())
+
+
 def test_a_file_of_measurements_that_is_none_is_refused(tmp_path: Path) -> None:
     for text in ("", "a: 1", "- {config: null, ranks: 2, seconds: 1}",
                  "- {config: a, ranks: 0, seconds: 1}", "- {config: a, ranks: 2}", "[1", "- 3"):

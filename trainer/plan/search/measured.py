@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
-from trainer.config.checks.parallel import resolve_for_job
+from trainer.config.checks.parallel import fit_problems, resolve_for_job
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.read.dump import value_text
 from trainer.config.read.loader import load_config
@@ -93,7 +93,7 @@ def corrected_rates(search: LayoutSearch, measurements: Sequence[Measurement]) -
     """Finds the factors with which the estimates are nearest to the measured times, and corrects the search's rates.
 
     Raises:
-        UserError: A configuration cannot be read.
+        UserError: A configuration cannot be read, or is not for so many ranks.
     """
     seconds = [each.seconds for each in measurements]
     estimates = [estimate_run(each, search.device, Factors()) for each in measurements]
@@ -130,9 +130,16 @@ def _factors(estimates: Sequence[StepTime], seconds: Sequence[float]) -> Factors
 
 
 def estimate_run(measurement: Measurement, device: str, factors: Factors) -> StepTime:
-    """Returns the estimate of the step of a run."""
+    """Returns the estimate of the step of a run.
+
+    Raises:
+        UserError: Its configuration cannot be read, or is not for so many ranks.
+    """
     world = world_of(measurement.ranks)
     config = apply_device_defaults(resolve_for_job(load_config(measurement.config), world), device)
+    for each in fit_problems(config, world):
+        fix = f"write the ranks of the run of {measurement.config}"
+        raise UserError(each.error.rule, where="flag --measured", key="ranks", value=measurement.ranks, fix=fix)
     facts = decoder_facts(config, trains=True)
     rates = factors.correct(device_rates(config, world, device))
     memory = memory_estimate(config, True, device, world, None, facts)
