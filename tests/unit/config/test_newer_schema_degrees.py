@@ -233,8 +233,8 @@ def test_a_plan_without_ranks_takes_the_fewest_with_enough_memory(keys: str, lim
 @pytest.mark.parametrize(
     ("keys", "limit", "settings"),
     [
-        ("", "4GB", "tensor_parallel: 4, sequence_parallel: True"),
-        ("data_parallel_shard: 1", "4GB", "tensor_parallel: 4, sequence_parallel: True, data_parallel_shard: -1,"
+        ("", "4GB", "tensor_parallel: 4, sequence_parallel: true"),
+        ("data_parallel_shard: 1", "4GB", "tensor_parallel: 4, sequence_parallel: true, data_parallel_shard: -1,"
                                           " data_parallel_shard_strategy: optim_grads"),
         (TENSOR, "2GB", "tensor_parallel: 4"),
         ("", "1GB", ""),
