@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.arrays.memory import row_blocks
+from trainer.arrays.memory import empty, row_blocks
 from trainer.arrays.operators import operators
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.visibility import attention_bias, visible_keys
@@ -199,7 +199,7 @@ class CpuRotary:
     def pair_weights(self, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Returns the weights with those of queries and keys reordered: the numbers of a pair become neighbours."""
         changed = {
-            name: _by_head(weights[name], size)[:, order].reshape(weights[name].shape)
+            name: _reorder_rows(weights[name], size, order)
             for name, (size, order) in self.orders.items()
             if name in weights
         }
@@ -214,6 +214,18 @@ class CpuRotary:
                 by_head = _by_head(gradients[name].asnumpy(), size)
                 by_head[:, order] = by_head.copy()
         return gradients
+
+
+def _reorder_rows(array: np.ndarray, size: int, order: np.ndarray) -> np.ndarray:
+    """Returns a copy with the rows of each head in another order.
+
+    It is in memory of the pool, which the next layer uses again. With copies in NumPy's memory a LoRA step of
+    Qwen3-0.6B with 512 tokens was measured to take 120 MB more, 5 MB for each layer.
+    """
+    by_head = _by_head(array, size)
+    out = empty(*by_head.shape, dtype=array.dtype.type)[1]
+    np.take(by_head, order, axis=1, out=out, mode="clip")  # other modes copy `out`
+    return out.reshape(array.shape)
 
 
 def _by_head(array: np.ndarray, size: int) -> np.ndarray:
