@@ -32,9 +32,11 @@ from run_helpers import (
 from tolerances import LOSS_IN_NF4, decoder_limits, rounding_limit
 
 from trainer.checkpoint.adapters import PREFIX
+from trainer.checkpoint.hugging_face import chat_template_of
 from trainer.checkpoint.store import newest_complete
 from trainer.checkpoint.weights import read_weights
 from trainer.cli.main import dispatch
+from trainer.data import load_tokenizer
 from trainer.errors import UserError
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 
@@ -438,6 +440,12 @@ def test_an_export_of_adapters_names_both_commands(
     else:  # the instructions were trained without a template
         assert "note:" not in printed and "### Response:" in (output / "chat_template.jinja").read_text()
     shutil.rmtree(output)
+
+
+def test_a_chat_asks_in_the_form_of_the_training(path: Path, whole: Path, base: Path) -> None:
+    for weights, name in ((whole, "Alpaca's form"), (None, "ChatML")):
+        config = config_of(path, run_mode="chat", adapter_id=weights or "null", load_checkpoint=base)
+        assert chat_template_of(config, load_tokenizer(config)).name == name
 
 
 def test_an_export_of_the_base_alone_says_so(home: Path, path: Path, whole: Path) -> None:

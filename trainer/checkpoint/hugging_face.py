@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.checkpoint.documents import record_form_of
 from trainer.config.hugging_face import config_json, saved_class
 from trainer.data.tokens.chat_template import alpaca, load_chat_template
 from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, byte_letters, load_tokenizer
@@ -176,6 +177,22 @@ def trained_template(config: Config, tokenizer: Tokenizer, form: RecordForm | No
     if form == "alpaca":
         return alpaca(tokenizer)
     return None
+
+
+def chat_template_of(config: Config, tokenizer: Tokenizer) -> ChatTemplate:
+    """Loads the template with which a model is asked: that of the tokenizer or the YAML, or the form of its training.
+
+    Without both it is ChatML. Raises the errors of `load_chat_template`.
+    """
+    template = load_chat_template(config, "train_dataset", tokenizer)
+    if not template.is_given and record_form_of(trained_path(config)) == "alpaca":
+        return alpaca(tokenizer)
+    return template
+
+
+def trained_path(config: Config) -> Path:
+    """Returns where the trained weights of a model are: its adapters, or all of them."""
+    return Path(config.adapter_id or config.load_checkpoint).expanduser()
 
 
 def _template_of(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainer.checkpoint import adapters
+from trainer.checkpoint.hugging_face import chat_template_of
 from trainer.checkpoint.store import find_checkpoint, resolve_best_link
 from trainer.config import Override, load_config, parse_config
-from trainer.data import load_chat_template, load_tokenizer
+from trainer.data import load_tokenizer
 from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_OK, EXIT_SIGTERM, UserError
 from trainer.input_files import user_path
@@ -185,7 +186,7 @@ def chat(config: Config, world: World, device: str) -> int:
     """
     context = context_length(config)
     tokenizer = load_tokenizer(config)
-    template = load_chat_template(config, "train_dataset", tokenizer)
+    template = chat_template_of(config, tokenizer)
     for note in template.notes:
         _print_note(note)
     weights = adapters.load_initial_weights(config, _print_note, averages=config.use_ema)

@@ -24,6 +24,7 @@ from trainer.checkpoint.hugging_face import (
     score_padding,
     split_into_files,
     tokenizer_of,
+    trained_path,
     trained_template,
     write_weights,
 )
@@ -120,7 +121,7 @@ def export(
         folder = output.parent
     else:
         files = split_into_files(weights, shard_bytes, dtype)
-        form = record_form_of(Path(config.adapter_id or config.load_checkpoint).expanduser())
+        form = record_form_of(trained_path(config))
         other_files = folder_files(config, dtype, settings, form)
         notes += _template_notes(config, form)
     if len(files) > 1:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainer.checkpoint.adapters import load_initial_weights
+from trainer.checkpoint.hugging_face import chat_template_of
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.data import ChatTemplate, load_chat_template, load_tokenizer
 from trainer.data.source.files import RECORDS, DataSource, describe_file
@@ -211,7 +212,7 @@ def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, 
     tokenizer = load_tokenizer(config)
     template = None
     if config.chat:
-        template = load_chat_template(config, "train_dataset", tokenizer)
+        template = chat_template_of(config, tokenizer)
     encoded = [_encode(config, tokenizer, template, prompt) for prompt in prompts]
     limits = [_max_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
 

@@ -231,7 +231,7 @@ class _Fields:
         for ours, theirs in columns.items():
             if theirs not in record.fields:
                 rule = f"the record has no column {theirs!r}, which data_loader.columns names as {ours}; {self.names}"
-                raise UserError(rule, where=record.where, fix="correct data_loader.columns, or remove the record")
+                raise UserError(rule, where=record.where, fix="correct data_loader.columns, or complete the record")
 
     @property
     def names(self) -> str:

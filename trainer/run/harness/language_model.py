@@ -21,7 +21,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from mindspore import Tensor
 from tqdm import tqdm
 
-from trainer.data import Batch, load_chat_template
+from trainer.checkpoint.hugging_face import chat_template_of
+from trainer.data import Batch
 from trainer.data.batches.batch import document_batch
 from trainer.errors import UserError
 from trainer.models.decoder import Decoder
@@ -76,7 +77,7 @@ class TrainerLM(TemplateLM):
         self.generator = make_generator(session, [*find_eos_ids(config, tokenizer), self.eot_token_id], ModelReplica())
         self.template: ChatTemplate | None = None
         if config.chat:
-            self.template = load_chat_template(config, "train_dataset", tokenizer)
+            self.template = chat_template_of(config, tokenizer)
 
     @property
     def eot_token_id(self) -> int:
