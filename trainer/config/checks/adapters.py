@@ -397,7 +397,8 @@ def _alternatives(names: list[str], adapters: PetConfig) -> str:
 def _nearest_targets(decoder: ModelConfig, adapters: PetConfig) -> str:
     """Returns a fix with the most similar module name for each alternative of the expression."""
     words = _last_words(decoder, adapters)
-    parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in adapters.target_modules.split("|")]
+    written = re.split(r"[|,\s]+", adapters.target_modules)  # a list of names is what other programs take
+    parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in written]
     known: dict[str, str] = {}
     if adapters.match == "search":
         modules = [module_names(decoder, 0, name) for name in projections(decoder)]

@@ -186,7 +186,7 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any, source: ConfigSour
     fix = f"write {one_of(list(dict.fromkeys(kinds)))}"
     if default is ...:
         default = field.default
-    if isinstance(default, int | float) and not isinstance(default, bool):
+    if isinstance(default, int | float | str) and default != "" and not isinstance(default, bool):
         fix += f", for example {default}"
     return f"{fix}; {text}"
 
