@@ -226,6 +226,9 @@ def test_a_teacher_with_another_tokenizer_or_other_weights_is_refused(path: Path
     plan = build_plan(config_of(path, loss__teacher=other))
     assert any("only the sizes of the vocabularies are compared" in note for note in plan.notes)
     described = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 8}))
+    notes = build_plan(config_of(path, loss__teacher=other)).notes
+    assert any("seq_length 16 exceeds its max_position_embeddings 8" in note for note in notes)
     (other / "config.json").write_text(json.dumps(described | {"intermediate_size": 48}))
     with pytest.raises(UserError, match=r"loss\.teacher.*does not fit"):
         build_plan(config_of(path, loss__teacher=other))

@@ -9,7 +9,7 @@ Finding, reading and checking a checkpoint needs no MindSpore, so a bad checkpoi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -213,13 +213,19 @@ def save_checkpoint(folder: Path, *values: Any, **named: Any) -> Path:
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
     """Sets every parameter of the model to its array of `weights`, this rank's shards, which have been checked."""
+    load_in_turn(model, ((name, weights[name]) for name in model.parameters_by_name))
+
+
+def load_in_turn(model: Decoder, weights: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Sets parameters of the model by their names to arrays, of which only one need be in memory."""
     from mindspore import Tensor
 
-    for name, parameter in model.parameters_by_name.items():
+    for name, array in weights:
+        parameter = model.parameters_by_name[name]
         if isinstance(parameter, FrozenMatrix):
-            parameter.set(weights[name])
+            parameter.set(array)
         else:
-            parameter.set_data(Tensor(weights[name]))
+            parameter.set_data(Tensor(array))
     model.compute_weights.refresh()
 
 

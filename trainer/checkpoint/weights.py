@@ -150,16 +150,21 @@ class CheckedWeights(NamedTuple):
         Raises:
             UserError: They are not finite, or cannot be read.
         """
-        values: dict[str, Any] = {}
+        return dict(self.read_in_turn(parts, dtypes))
+
+    def read_in_turn(
+        self, parts: ShardSpecs | None = None, dtypes: Mapping[str, BaseDtype] = MappingProxyType({})
+    ) -> Iterator[tuple[str, Any]]:
+        """Yields what `read` returns, each parameter when it is needed; raises its errors."""
         for name, array in self.arrays.items():
             if parts is None or name in parts:
-                numbers = read_shard(array, None if parts is None else parts[name])
-                values[name] = np.ascontiguousarray(numbers, np.float32)
-                if not is_finite(values[name]):
+                shard = read_shard(array, None if parts is None else parts[name])
+                numbers: Any = np.ascontiguousarray(shard, np.float32)
+                if not is_finite(numbers):
                     raise self._not_finite()
                 if name in dtypes:
-                    values[name] = quantize(values[name], dtypes[name])
-        return values
+                    numbers = quantize(numbers, dtypes[name])
+                yield name, numbers
 
     def _not_finite(self) -> UserError:
         """Makes the error, which names the first bad tensor of the file, whichever shards are read."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import mindspore
 import numpy as np
 
-from trainer.checkpoint.state import load_weights
+from trainer.checkpoint.state import load_in_turn, load_weights
 from trainer.checkpoint.weights import open_teacher_weights
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import (
@@ -228,7 +228,7 @@ def open_teacher(config: Config, device: str, world: World = SINGLE_PROCESS) -> 
     dtypes = teacher_dtypes(config)
     names = parameter_shapes(settings)
     decoder = Decoder(settings, kernels, seed=config.seed, frozen=names, dtypes=dtypes)
-    load_weights(decoder, open_teacher_weights(config, world).read(dtypes=dtypes))
+    load_in_turn(decoder, open_teacher_weights(config, world).read_in_turn(dtypes=dtypes))
     digest = digest_of_weights(decoder.parameters_by_name)
     return Teacher(decoder, InputBuilder(settings, kernels), loss, digest)
 

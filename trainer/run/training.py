@@ -39,6 +39,7 @@ from trainer.run.generation import Sampler
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.config.schema.runner import LossConfig
     from trainer.data import Batch
     from trainer.parallel.world import World
     from trainer.plan.plan import Plan
@@ -200,7 +201,8 @@ def open_engine(
         lambda: job.send_heartbeat(progress),
     )
     if resumed is not None:
-        _check_teacher(config, step.teacher, resumed)
+        if config.distillation is not None:
+            _check_teacher(config.distillation, config, step.teacher, resumed)
         step.load_optimizer(resumed.optimizer, resumed.updates)
         if resumed.step:
             step.load_state(resumed.step)
@@ -260,13 +262,11 @@ def _attach_references(
         load_in_place(model, weights)
 
 
-def _check_teacher(config: Config, teacher: str, resumed: ResumedCheckpoint) -> None:
+def _check_teacher(loss: LossConfig, config: Config, teacher: str, resumed: ResumedCheckpoint) -> None:
     """Raises a UserError if the teacher of this run has other weights than that of the checkpoint's training."""
     before = (resumed.step or {}).get("teacher")
-    if not teacher or before in (None, teacher):
+    if before in (None, teacher):
         return
-    loss = config.distillation
-    assert loss is not None, "a distillation has a teacher"
     rule = f"the training had another teacher (its SHA-256 is {before[:12]}..., that of this one is {teacher[:12]}...)"
     fix = "name the teacher of that training, with its teacher_dtype, or start a new run from its weights"
     where = config.source.where("loss.teacher")

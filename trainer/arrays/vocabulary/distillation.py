@@ -75,20 +75,20 @@ class Distillation:
         teacher_nV = self._teacher_nV[rows]
         probabilities_nV = self._other_nV[rows]
         teacher_nV *= factor
-        normaliser_n = teacher_nV.max(1).astype(np.float64)
+        # log q - log p = (t - max t) - (s - max s) + log max q - log max p, for logits t and s at the temperature. The
+        # differences come first: they keep their digits also for large logits, and are 0 for equal ones.
+        apart_n = teacher_nV.max(1).astype(np.float64) - logits_nV.max(1) * factor
+        rounded_n = apart_n.astype(np.float32)
         operators().softmax(teacher_nV, probabilities_nV)
-        normaliser_n -= np.log(probabilities_nV.max(1), dtype=np.float64)
-        # The difference of the logits comes first: it keeps its digits also for large logits, and is 0 for equal ones.
-        divergence_n = np.zeros(len(logits_nV))
+        divergence_n = rounded_n - apart_n + np.log(probabilities_nV.max(1), dtype=np.float64)
         for columns in row_blocks(slice(0, logits_nV.shape[1]), _COLUMNS):
             difference_nv = teacher_nV[:, columns] - logits_nV[:, columns] * factor
+            difference_nv -= rounded_n[:, None]
             divergence_n += np.einsum("nv,nv->n", probabilities_nV[:, columns], difference_nv)
         student_nV = teacher_nV  # the memory is free again
         np.multiply(logits_nV, factor, out=student_nV)
-        normaliser_n -= student_nV.max(1)
         operators().softmax(student_nV, student_nV)
-        normaliser_n += np.log(student_nV.max(1), dtype=np.float64)
-        self._divergence_n[rows] = divergence_n - normaliser_n
+        self._divergence_n[rows] = divergence_n - np.log(student_nV.max(1), dtype=np.float64)
         student_nV -= probabilities_nV
 
     def differentiate(self, rows: slice, gradient_nV: np.ndarray) -> None:

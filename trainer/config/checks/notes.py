@@ -257,6 +257,12 @@ def _run(config: Config) -> Iterator[str]:
     if decoder.max_positions < decoder.seq_length and reads_sequences:
         yield (f"{_MODEL}.seq_length {decoder.seq_length} exceeds max_position_embeddings {decoder.max_positions}, the"
                " longest sequence that the model was trained for")
+    trained_for = None
+    if config.teacher is not None:
+        trained_for = config.teacher.decoder.max_position_embeddings
+    if trained_for is not None and trained_for < decoder.seq_length:
+        yield (f"loss.teacher: {_MODEL}.seq_length {decoder.seq_length} exceeds its max_position_embeddings"
+               f" {trained_for}, the longest sequence that it was trained for")
     if config.eval_dataset is not None and train.held_out:
         yield (f"train_dataset.held_out {train.held_out}: these documents are left out of the training but not"
                " evaluated, because there is an eval_dataset; set it to 0 to train on them")
