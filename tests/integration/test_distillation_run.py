@@ -97,7 +97,7 @@ def test_another_teacher_cannot_continue_and_another_temperature_is_noted(
     shutil.copytree(teacher, moved)
     train(path, loss__teacher=moved, loss__temperature=3.0, **flags)
     log = (output / "logs" / "rank-0.log").read_text()
-    assert "loss.temperature not set -> 3" in log and "loss.teacher" not in log
+    assert "loss.temperature 2 -> 3" in log and "loss.teacher" not in log
 
 
 def leave_weights(checkpoint: Path) -> None:

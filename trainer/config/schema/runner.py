@@ -70,8 +70,8 @@ class LossConfig(Section):
         None, "distillation: the folder of the teacher, as Hugging Face publishes a model or as export writes it, with"
         " the tokenizer of the training data.", min_length=1)
     temperature: float = setting(
-        2.0, "distillation: divides the logits of teacher and student before their divergence, which is multiplied by"
-        " its square. Default 2.0.", gt=0)
+        1.0, "distillation: divides the logits of teacher and student before their divergence, which is multiplied by"
+        " its square. Default 1.0.", gt=0)
     alpha: float = setting(
         0.5, "distillation: weight of the divergence from the teacher; the loss of the labels has 1 - alpha. Default"
         " 0.5.", ge=0, le=1)
