@@ -13,7 +13,7 @@ from config_helpers import BASE, load
 from safetensors.numpy import save_file
 from tolerances import PLANNED_MEMORY, SMALL_ARRAYS
 
-from trainer.config import Override, load_config
+from trainer.config import Override, load_config, parse_config
 from trainer.config.note import Note
 from trainer.errors import UserError
 from trainer.models.spec.shapes import all_shapes, parameter_shapes
@@ -286,6 +286,39 @@ def test_the_memory_of_an_evaluation_is_near_what_was_measured() -> None:
     overrides = [Override("run_mode", "eval"), Override("model.model_config.vocab_size", "32768")]
     config = load_config(str(REPOSITORY / "configs" / "bench_dense.yaml"), overrides)
     assert memory_estimate(config, trains=False, device="CPU")["total"] / MIB == pytest.approx(698, rel=PLANNED_MEMORY)
+
+
+STUDENT = {
+    "num_layers": 2, "hidden_size": 192, "num_heads": 4, "intermediate_size": 512, "vocab_size": 16000,
+    "seq_length": 256,
+}  # fmt: skip
+TEACHER = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8,
+    "intermediate_size": 1536, "vocab_size": 16000,
+}  # fmt: skip
+NARROW = {"num_layers": 1, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 4096}
+WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 4096}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "dtype", "batch", "measured_mib"),
+    [
+        ({}, {}, "float32", 16, 1010), ({}, {}, "bfloat16", 16, 944), ({}, {}, "nf4", 16, 937),
+        ({}, BFLOAT16, "bfloat16", 16, 946), (WIDE, NARROW, "float32", 32, 1043),
+        ({"vocab_size": 65536, "num_hidden_layers": 2}, {"vocab_size": 65536}, "float32", 4, 1340),
+    ],
+)  # fmt: skip
+def test_the_memory_of_a_distillation_is_near_what_was_measured(
+    tmp_path: Path, teacher: dict, student: dict, dtype: str, batch: int, measured_mib: int
+) -> None:
+    """Without the teacher the first one takes 734 MiB."""
+    (tmp_path / "config.json").write_text(json.dumps(TEACHER | teacher))
+    sections = {
+        "model": {"model_config": STUDENT | student}, "runner_config": {"batch_size": batch},
+        "loss": {"type": "distillation", "teacher": str(tmp_path), "teacher_dtype": dtype},
+    }  # fmt: skip
+    found = memory_estimate(parse_config("distillation", json.dumps(sections)), trains=True, device="CPU")
+    assert found["total"] / MIB == pytest.approx(measured_mib, rel=PLANNED_MEMORY)
 
 
 def test_a_run_that_does_not_fit_is_told_so() -> None:
