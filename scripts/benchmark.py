@@ -22,17 +22,17 @@ the number of experts, and with a capacity.
 `parallel` divides these two models between two ranks, by each kind of parallelism.
 
 `targets` compares a figure or two of everything with its target: training in float32 and bfloat16, experts, LoRA,
-latent attention, windows, dropout, memory, prediction, evaluation, start, and what watching a run costs. Some groups
-train the sizes of Qwen3-0.6B, in transformers and PEFT, too. A round of all groups takes half an hour; `--only` names
-some. With `--before EARLIER/run_trainer.py` some groups also measure an earlier checkout, in turns. With `--isa avx2`
-both sides compute as on a processor without AVX-512.
+latent attention, windows, dropout, preferences, memory, prediction, evaluation, start, and what watching a run costs.
+Some groups compare with transformers, PEFT and TRL. A round of all groups takes half an hour; `--only` names some. With
+`--before EARLIER/run_trainer.py` some groups also measure an earlier checkout, in turns. With `--isa avx2` both sides
+compute as on a processor without AVX-512.
 
 `profile` says where the time of a training step goes, against what the machine can do at most.
 
 `soak` trains tiny models for thousands of steps and measures whether their processes grow.
 
-PyTorch needs an environment of its own: `python -m venv torch-env && torch-env/bin/pip install torch "numpy<2"`; the
-groups qwen3, qwen3_lora and wide_lora of `targets` also need transformers and peft there.
+PyTorch needs an environment of its own: `python -m venv torch-env && torch-env/bin/pip install torch`. The groups
+qwen3, qwen3_lora and wide_lora of `targets` also need transformers and peft there, and preferences needs trl.
 """
 
 from __future__ import annotations

@@ -49,6 +49,13 @@ QWEN3 = {
     "runner_config.batch_size": "1", "train_dataset.data_loader.num_samples": "16",
 }  # fmt: skip
 """The sizes of Qwen3-0.6B."""
+WIDE_QWEN3 = QWEN3 | {
+    "model.model_config.num_layers": "8", "model.model_config.hidden_size": "512",
+    "model.model_config.num_heads": "8", "model.model_config.n_kv_heads": "4", "model.model_config.head_dim": "64",
+    "model.model_config.intermediate_size": "1536", "model.model_config.vocab_size": "8192",
+    "train_dataset.data_loader.num_samples": "4096",
+}  # fmt: skip
+"""A small Qwen3 with a vocabulary of 8,192."""
 
 
 class Programs(NamedTuple):

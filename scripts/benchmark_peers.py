@@ -16,6 +16,7 @@ from benchmark_groups import (
     LORA,
     QWEN3,
     WIDE,
+    WIDE_QWEN3,
     Figures,
     Group,
     Programs,
@@ -26,13 +27,6 @@ from benchmark_tools import SETTLING_STEPS, Line, Measurement, RunFailed
 
 from trainer.optim.freeze import trained_shapes
 
-_WIDE_QWEN3 = QWEN3 | {
-    "model.model_config.num_layers": "8", "model.model_config.hidden_size": "512",
-    "model.model_config.num_heads": "8", "model.model_config.n_kv_heads": "4", "model.model_config.head_dim": "64",
-    "model.model_config.intermediate_size": "1536", "model.model_config.vocab_size": "8192",
-    "train_dataset.data_loader.num_samples": "4096",
-}  # fmt: skip
-"""A small Qwen3 with a vocabulary of 8,192."""
 _ONE_SEQUENCE = WIDE | {"runner_config.batch_size": "1"}
 _VARIANTS = {
     "latent attention": LATENT,
@@ -108,7 +102,7 @@ PEER_GROUPS = {
     "qwen3": group_of(QWEN3, "Qwen3-0.6B / transformers", 1.9, "finetune", _LARGE_STEPS),
     "qwen3_lora": group_of(LORA | QWEN3, "LoRA of Qwen3-0.6B / transformers and PEFT", 1.7, "finetune", _LARGE_STEPS),
     "wide_lora": group_of(
-        LORA | _WIDE_QWEN3, "LoRA of 8 layers of 512 / transformers and PEFT", 1.5, "finetune"),
+        LORA | WIDE_QWEN3, "LoRA of 8 layers of 512 / transformers and PEFT", 1.5, "finetune"),
     "one_sequence": group_of(
         _ONE_SEQUENCE, "8 layers of 512, one sequence of 512 / PyTorch eager", 1.4, "torch"),
     "variants": Group(variants, variants_lines, needs_torch=True),

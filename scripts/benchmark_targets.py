@@ -36,6 +36,7 @@ from benchmark_groups import (
     steps_line,
 )
 from benchmark_peers import PEER_AVX2_LIMITS, PEER_GROUPS
+from benchmark_preferences import PREFERENCE_GROUPS
 from benchmark_profile import needed_operations
 from benchmark_tools import (
     IMPORT_ALLOWANCE_BYTES,
@@ -291,7 +292,7 @@ GROUPS = {
     "large": Group(large, large_lines), "latent": Group(latent, latent_lines), "dropout": Group(dropout, dropout_lines),
     "memory": Group(memory, memory_lines), "prediction": Group(prediction, prediction_lines, needs_torch=True),
     "start": Group(start, start_lines), "watching": Group(watching, watching_lines),
-    **PEER_GROUPS,
+    **PEER_GROUPS, **PREFERENCE_GROUPS,
 }  # fmt: skip
 
 

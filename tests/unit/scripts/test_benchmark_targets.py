@@ -14,9 +14,11 @@ from benchmark_helpers import programs, run
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 import benchmark  # noqa: E402
 import benchmark_groups  # noqa: E402
+import benchmark_preferences  # noqa: E402
 import benchmark_targets  # noqa: E402
 import benchmark_tools  # noqa: E402
 
+from trainer.data import build_datasets  # noqa: E402
 from trainer.optim.freeze import trained_shapes  # noqa: E402
 
 
@@ -46,6 +48,11 @@ def figures_of_groups() -> dict[str, dict]:
         "one_sequence": {"trainer": run(steady=1.0), "peer": run(steady=1.41)},
         "variants": {f"{name}{side}": run(steady=seconds) for side, seconds in (("", 1.0), (", eager", 1.31))
                      for name in ("latent attention", "windows of 64", "dropout")},
+        "preferences": {
+            **{f"{method}, {model}{side}": run(steady=seconds, peak=1_140_000_000) for method in ("dpo", "ipo", "orpo")
+               for model in ("all weights", "LoRA") for side, seconds in (("", 1.0), (", TRL", 1.31))},
+            "supervised": run(),
+        },
     }  # fmt: skip
 
 
@@ -95,6 +102,12 @@ def figures_of_groups() -> dict[str, dict]:
     ("variants", {"latent attention, eager": run(steady=1.29)}, ["tokens/s, latent attention / PyTorch eager"]),
     ("variants", {"windows of 64, eager": run(steady=1.29)}, ["tokens/s, windows of 64 / PyTorch eager"]),
     ("variants", {"dropout, eager": run(steady=1.29)}, ["tokens/s, dropout / PyTorch eager"]),
+    ("preferences", {}, []),
+    ("preferences", {"dpo, all weights, TRL": run(steady=1.29)}, ["pairs/s, DPO, all weights / TRL"]),
+    ("preferences", {"ipo, LoRA, TRL": run(steady=1.29)}, ["pairs/s, IPO, LoRA / TRL"]),
+    ("preferences", {"orpo, LoRA, TRL": run(steady=1.29)}, ["pairs/s, ORPO, LoRA / TRL"]),
+    ("preferences", {"supervised": run(peak=990_000_000)},
+     ["peak memory, DPO with LoRA / supervised with the same tokens"]),
     ("watching", {}, []),
     ("watching", {"share": 0.0051}, ["share of a step, lines, metrics, TensorBoard, report"]),
 ])  # fmt: skip
@@ -196,6 +209,38 @@ def test_the_other_programs_have_the_sizes_of_the_trainer() -> None:
     ):
         with pytest.raises(benchmark.RunFailed, match=message):
             sizes(config_of(path, keys))
+
+
+def test_both_sides_of_preferences_read_equally_many_tokens(tmp_path) -> None:
+    benchmark_preferences.write_records(tmp_path, 8)
+    batches = []
+    for records, keys in (("pairs", {"loss.type": "dpo"}), ("answers", {})):
+        keys = benchmark_preferences.keys_of(tmp_path, records) | keys
+        config = benchmark_groups.config_of(benchmark_groups.DENSE, keys)
+        dataset, _ = build_datasets(config)
+        assert dataset.num_sequences == 8 and dataset.num_tokens == 8 * 512
+        batches.append(dataset.batch(range(8)))
+    pairs, answers = batches
+    # Each document has 192 tokens with a loss: 191 of an answer and its end.
+    assert (pairs.labels >= 0).sum() == (answers.labels >= 0).sum() == 16 * 192
+    rows = (sorted(map(tuple, batch.input_ids.reshape(16, 256).tolist())) for batch in batches)
+    assert next(rows) == next(rows)
+
+
+def test_preferences_start_a_program_for_each_method(tmp_path, capsys) -> None:
+    weights = {model: trained(benchmark_groups.WIDE_QWEN3 | keys)
+               for model, keys in (("full", {}), ("lora", benchmark_groups.LORA))}  # fmt: skip
+    flags = targets_flags(programs(tmp_path, torch_seconds=0.7, trained=weights["full"]))
+    python = tmp_path / "torch_python"
+    lines = f'echo "$*" >> {tmp_path}/calls\ncase "$*" in *lora_rank*) trained={weights["lora"]};; esac\n'
+    text = python.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\ntrained={weights['full']}\n{lines}")
+    python.write_text(text.replace(f'"trained": {weights["full"]}', "\"trained\": '$trained'"))
+    assert benchmark.main([*flags, "--only", "preferences", "--rounds", "1"]) == 0
+    lines = json.loads(capsys.readouterr().out)["lines"]
+    assert [line["value"] for line in lines] == pytest.approx([1.4] * 6 + [1.0])
+    calls = [call.split() for call in (tmp_path / "calls").read_text().splitlines() if "benchmark_trl.py" in call]
+    assert [call[call.index("--method") + 1] for call in calls] == ["dpo", "ipo", "orpo"] * 2
+    assert all("--tokens=256" in call and "--batch=4" in call for call in calls)
 
 
 def test_an_earlier_checkout_is_measured_where_it_is_named(tmp_path, capsys) -> None:
