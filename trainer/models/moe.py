@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, _no_grad, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
@@ -491,6 +491,7 @@ class MoeFunction:
         self.layer = layer
         self.weights = weights
         self.capacity = capacity
+        self.reached = reached
         self.keeps_activations = reached and not recomputed
 
     def __call__(
@@ -519,7 +520,10 @@ class MoeFunction:
         def train(x_ND: Tensor, views: Sequence[Tensor], routing: Routing | None = None) -> tuple:
             return self.function.train(x_ND, views, sequence_weights, mask(), capacity, routing, shares)
 
-        if self.keeps_activations:
+        if not self.reached:
+            with _no_grad():
+                x_ND, aux_loss, z_loss, routing, scores_NE = train(x_ND, views)
+        elif self.keeps_activations:
             x_ND, aux_loss, z_loss, routing, scores_NE = train(x_ND, views)
         else:
             argnums = [argnum for argnum, weight in enumerate(self.weights) if weight.requires_grad]

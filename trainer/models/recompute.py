@@ -7,8 +7,9 @@ pass needs, and computes the gradients of all its inputs. So
   code, which the compiler removes;
 * a block to be recomputed is a cell with its own `bprop`, which keeps only its inputs. The `bprop` runs one compiled
   function that computes the block's activations and gradients together. Dropout masks are functions of their keys, so
-  they are drawn again. Blocks without a gradient run in the same kind of cell, because MindSpore keeps the activations
-  of a compiled function even then.
+  they are drawn again;
+* blocks that no gradient reaches run without recording. Otherwise MindSpore would keep the activations of a compiled
+  function, or the inputs of a cell with a `bprop`, until the end of the step.
 
 Every form is compiled once, at its first use, and serves all layers. Legend: N tokens, D hidden.
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import mindspore
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, _no_grad, nn, ops
 
 Constants: TypeAlias = Callable[[], tuple[Sequence[Tensor | None], Sequence[Tensor | None]]]
 """Makes the arguments of a block besides its input and weights: those before the weights, and those after them."""
@@ -103,10 +104,15 @@ class LayerFunction:
     ) -> None:
         self.function = function
         self.weights = weights
+        self.reached = reached
         self.keeps_activations = reached and not recomputed
 
     def __call__(self, x_ND: Tensor, constants: Constants) -> Tensor:
         views = [weight if weight is None else weight.view(weight.shape) for weight in self.weights]
+        if not self.reached:
+            before, after = constants()
+            with _no_grad():
+                return self.function.plain(x_ND, *before, *views, *after)
         if not self.keeps_activations:
             trained = [view for view, weight in zip(views, self.weights, strict=True) if _is_trained(weight)]
             return RecomputedCall(self, views, constants)(x_ND, *trained)
