@@ -33,6 +33,7 @@ from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.ops.updates.adamw import AdamWItem
+from trainer.parallel.gradients import GradientReducer
 
 LEAST = U_FLOAT16 / 8
 MODES = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
@@ -83,7 +84,8 @@ def differentiate(model: Model, factor: float = 1.0, dropout: DropoutKey | None 
     weights = model.decoder.compute_weights
     backward = mindspore.value_and_grad(scaled, None, weights.grad_targets(parameters), has_aux=True)
     (_, loss), found = backward(model.build_inputs(BATCH), Tensor(np.float32(factor)))
-    gradients = cast_to_float32(found)
+    gradients = list(found)
+    cast_to_float32(gradients)
     assert loss.dtype == FULL
     return Result(float(loss.asnumpy()), dict(zip(parameters, gradients, strict=True)))
 
@@ -326,3 +328,9 @@ def test_generation_computes_in_the_same_dtypes(level: str, monkeypatch: pytest.
     used = slice(len(prompt) - 1, TOKENS - 1)
     assert distance(np.array(rows), whole.asnumpy()[used]) < 8 * U_FLOAT16
     assert LEAST < distance(np.array(rows), exact.asnumpy()[used]) < GRADIENTS_FLOAT16
+
+
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_a_pipeline_adds_up_micro_batches_in_the_dtype_of_the_sums(in_float32: bool) -> None:
+    reducer = GradientReducer(in_float32=in_float32)
+    assert reducer.local_gradient(0, Tensor(np.ones(3), HALF)).dtype == (FULL if in_float32 else HALF)

@@ -121,15 +121,12 @@ class ModelParams:
         return [self.get(name) for name in names]
 
 
-def cast_to_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the gradients of `ModelParams.grad_targets` in float32, the dtype of the parameters."""
-    return [_to_float32(gradient) for gradient in gradients]
-
-
-def _to_float32(tensor: Tensor) -> Tensor:
-    if tensor.dtype == mstype.float32:
-        return tensor
-    return tensor.astype(mstype.float32)
+def cast_to_float32(gradients: list[Tensor]) -> None:
+    """Casts the gradients of `ModelParams.grad_targets` to float32, the dtype of the parameters, one after the other:
+    only one of them exists in both dtypes."""
+    for place, gradient in enumerate(gradients):
+        if gradient.dtype != mstype.float32:
+            gradients[place] = gradient.astype(mstype.float32)
 
 
 class ShardedWeights:

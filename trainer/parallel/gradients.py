@@ -152,14 +152,18 @@ class GradientReducer:
     def local_gradient(self, place: int, gradient: Tensor) -> Tensor:
         """Returns the part of a micro-batch's gradient that this rank adds up: its range if gradients are sharded.
 
-        For pipelines, which compute the micro-batches in the order of their schedule.
+        For pipelines, which compute the micro-batches in the order of their schedule. It has the dtype of the sums.
         """
-        if self.overlaps or not (self.shards_gradients and self.is_sharded[place]):
-            return gradient
-        local = self._scatter(place, gradient)
+        from mindspore import dtype as mstype
+
+        dtype = gradient.dtype
         if self.in_float32:
-            return local
-        return local.astype(gradient.dtype)
+            dtype = mstype.float32
+        if not self.overlaps and self.shards_gradients and self.is_sharded[place]:
+            gradient = self._scatter(place, gradient)
+        if gradient.dtype == dtype:
+            return gradient
+        return gradient.astype(dtype)
 
     def reduce_total(self, total: list[Tensor]) -> ReducedGradients:
         """Sums over the ranks the sums of `local_gradient` over all micro-batches; for pipelines."""

@@ -299,13 +299,13 @@ class TrainStep:
             factor = Tensor(np.float32(factor))
         call = self.decoder_call(batch, number)
         self.current_call = call
-        gradients = self.compute_gradients(factor)
+        gradients = list(self.compute_gradients(factor))
         sums = self.current_sums
         self.current_call = None
         self.current_sums = None
         assert sums is not None and call.statistics is not None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
-            gradients = cast_to_float32(gradients)
+            cast_to_float32(gradients)
         others = self.other_sums(batch, sums, self.communicator.reports_losses, call.statistics.terms)
         if isinstance(call.inputs, ModelInputs) and call.inputs.pairs is not None:  # images have none
             pairs = call.inputs.pairs
@@ -385,12 +385,7 @@ class TrainStep:
             results.add(MicroBatch(token_losses, others, routing, ()))
 
         names = list(self.optimizer.parameters)
-        gradients, waited = pipeline.train(
-            len(numbers), make_call, factor, on_forward, names, self.reducer.local_gradient
-        )
-        if self.wrapper.accumulate_allreduce_grads_in_fp32:
-            gradients = cast_to_float32(gradients)
-        return gradients, waited
+        return pipeline.train(len(numbers), make_call, factor, on_forward, names, self.reducer.local_gradient)
 
     def other_sums(
         self, batch: Batch, sums: LossSums, reports_losses: bool = True, terms: LossTerms | None = None
