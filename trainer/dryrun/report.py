@@ -123,9 +123,14 @@ def dry_run(
 
 def planned_bytes(config: Config, world: World) -> int:
     """Returns the plan's estimate of the device memory of this rank, for its pipeline stage."""
+    return planned_parts(config, world)["total"]
+
+
+def planned_parts(config: Config, world: World) -> dict[str, int]:
+    """Returns the estimate of `planned_bytes` in bytes, by part and in total."""
     config = apply_device_defaults(resolve_for_job(config, world), "Ascend")
     stages = parallel_degrees(config, world).pipeline_stage
-    return memory_estimate(config, config.trains, "Ascend", world, world.rank * stages // world.size)["total"]
+    return memory_estimate(config, config.trains, "Ascend", world, world.rank * stages // world.size)
 
 
 def audit_on_backend(config: Config, world: World) -> dict[str, Any] | str:

@@ -228,6 +228,28 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
     return Timeline(tuple(map(tuple, slots)))
 
 
+def passes_in_flight(schedule: Schedule, stage: int) -> dict[tuple[int, ...], int]:
+    """Returns how many forward passes of each chunk of a stage wait for their backward pass at the same time.
+
+    One key for each different state of a stage that goes from forward to backward passes. Its value is how many
+    messages the stage has sent by the last time that it is in this state.
+    """
+    counts = [0] * schedule.chunks
+    states: dict[tuple[int, ...], int] = {}
+    sent = 0
+    before = ""
+    for action in schedule.actions[stage]:
+        if action.kind == "forward":
+            counts[action.chunk] += 1
+        else:
+            if before == "forward":
+                states[tuple(counts)] = sent
+            counts[action.chunk] -= 1
+        before = action.kind
+        sent += schedule.receiver(stage, action) is not None
+    return states
+
+
 def max_in_flight(schedule: Schedule, stage: int, chunk: int | None = None) -> int:
     """Returns how many forward passes of a stage, or of one of its chunks, wait for their backward pass at most.
 

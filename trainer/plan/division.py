@@ -21,7 +21,7 @@ from trainer.models.spec.shapes import all_shapes
 from trainer.models.spec.sublayers import attention_spec
 from trainer.parallel.layout import ModelLayout, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
-from trainer.parallel.schedule import max_in_flight
+from trainer.parallel.schedule import max_in_flight, passes_in_flight
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
@@ -174,6 +174,22 @@ def chunk_passes(config: Config, stages: int) -> list[list[int]]:
     """Returns [stages][chunks] the most forward passes that wait for their backward pass."""
     schedule = training_schedule(config, stages, config.parallel_config.micro_batch_num, most=4 * stages)
     return [[max_in_flight(schedule, stage, chunk) for chunk in range(schedule.chunks)] for stage in range(stages)]
+
+
+def passes_at_once(config: Config, stages: int) -> list[list[tuple[tuple[int, ...], int]]]:
+    """Returns for each stage what passes of each of its chunks wait for their backward pass at the same time, and how
+    many messages the stage has sent by then; see `passes_in_flight`."""
+    micro_batches = config.parallel_config.micro_batch_num
+    schedule = training_schedule(config, stages, micro_batches, most=4 * stages)
+    scheduled = 1 + max(action.micro_batch for action in schedule.actions[0])
+    last = stages - 1
+    states = []
+    for stage in range(stages):
+        # The micro-batches that the schedule leaves out are those of its steady middle.
+        ends = (stage == 0) + (stage == last)
+        left_out = (micro_batches - scheduled) * (2 * schedule.chunks - ends)
+        states.append([(counts, sent + left_out) for counts, sent in passes_in_flight(schedule, stage).items()])
+    return states
 
 
 def _groups(config: Config, world: World, layout: ModelLayout) -> list[GroupPlan]:

@@ -24,6 +24,7 @@ from trainer.parallel.schedule import (
     gpipe,
     max_in_flight,
     one_forward_one_backward,
+    passes_in_flight,
     simulate,
 )
 from trainer.parallel.world import World
@@ -51,6 +52,18 @@ def check_passes(schedule: Schedule, micro_batches: int, kinds: tuple[str, ...])
             assert sent == [one.action for one in needed if one.sender == sender] or sender == stage
 
 
+@pytest.mark.parametrize("v", [1, 2])
+def test_a_stage_has_sent_a_message_of_each_pass_that_another_stage_needs(v: int) -> None:
+    """Further micro-batches come in the middle of the schedule: what a stage has sent grows by theirs."""
+    p = 4
+    some, more = (one_forward_one_backward(p, m, v) for m in (4 * p, 6 * p))
+    for stage in range(p):
+        fullest = max(passes_in_flight(some, stage), key=sum)
+        messages = 2 * v - (stage == 0) - (stage == p - 1)
+        added = passes_in_flight(more, stage)[fullest] - passes_in_flight(some, stage)[fullest]
+        assert added == 2 * p * messages
+
+
 @pytest.mark.parametrize(("p", "m", "v"), SIZES)
 def test_every_schedule_ends_in_the_time_and_the_memory_of_theory(p: int, m: int, v: int) -> None:
     schedule = one_forward_one_backward(p, m, v)
@@ -65,6 +78,7 @@ def test_every_schedule_ends_in_the_time_and_the_memory_of_theory(p: int, m: int
         bound = min(warm_up + 1, m * v)
         assert max_in_flight(schedule, stage) == bound or (v > 1 and m % p)
         assert max_in_flight(schedule, stage) <= max(bound, m % p * v)
+        assert max(map(sum, passes_in_flight(schedule, stage))) == max_in_flight(schedule, stage)
     at_once = gpipe(p, m, v)
     check_passes(at_once, m, ("forward", "backward"))
     assert max_in_flight(at_once, 0) == m * v

@@ -134,6 +134,8 @@ def graph_memory(
             sublayers = facts.once(kind, lambda: _layer_sublayers(config, layer, gathers, half, share))  # noqa: B023
             kept += tokens * chunk.under_way * _saved_bytes(config, sublayers, part, share, first and chunk.receives)
             remade = _remade(config, part, share)
+            if degrees.pipeline_stage == 1 and "mlp" in remade and not settings.is_moe_layer(layer):
+                kept += tokens * _early_bytes(settings, half, share)
             of_layer = matrices.layers[layer]
             layer_copies = {name: size * copy_width // _FLOAT32_BYTES for name, size in of_layer.items()}
             copies += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
@@ -219,6 +221,17 @@ def _saved_bytes(
     if part == "attention":
         return attention.stream + attention.normed * keeps_sent + mlp.saved
     return attention.saved + mlp.saved
+
+
+def _early_bytes(settings: ModelConfig, half: bool, share: int) -> int:
+    """Returns the bytes of a token that a recomputed dense feed-forward sublayer holds from its forward pass on.
+
+    In a graph without stages nothing makes the recomputation of the reference SwiGLU wait for the backward pass:
+    MindSpore has its three float32 arrays of all layers before the gradient of the loss.
+    """
+    if settings.use_fused_swiglu and half:
+        return 0
+    return 3 * _FLOAT32_BYTES * settings.ffn_size // share
 
 
 def _remade(config: Config, part: str, share: int) -> tuple[str, ...]:

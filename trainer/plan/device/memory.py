@@ -25,28 +25,24 @@ from trainer.config.checks.parallel import (
     zero_level,
 )
 from trainer.config.recompute import comm_recompute_layers
-from trainer.models.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, ParameterSpec
-from trainer.models.spec.names import EMBEDDING, sublayer_of
-from trainer.models.spec.sublayers import mlp_spec
+from trainer.models.spec.model import ParameterSpec
+from trainer.models.spec.names import EMBEDDING, HEAD, sublayer_of
 from trainer.parallel.layout import ModelLayout, end_stages, parameter_layout
-from trainer.plan.device.graph import GraphMatrices, graph_memory, is_flash, kept_scores
+from trainer.plan.device.explicit import StageGradients, UnitGradients, explicit_memory
+from trainer.plan.device.graph import GraphMatrices, graph_memory
 from trainer.plan.device.model_facts import ModelFacts, ParameterUnit, is_half
-from trainer.plan.division import chunk_passes, fullest_rank, micro_batch_tokens
+from trainer.plan.division import fullest_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainer.config import Config
-    from trainer.config.schema.model import ModelConfig
     from trainer.parallel.mesh import Degrees
     from trainer.parallel.world import World
 
 DEVICE_BYTES = 60 << 30
 """The part of a 64 GB device that MindSpore uses, without `max_device_memory`."""
 _FLOAT32_BYTES = 4
-_PIECE = 1 << 24  # logits that the loss of explicit mode computes at a time
-_PIECE_BYTES = 8  # that its compiled functions hold for each of them: two arrays in float32
-_FLASH_MASK_BYTES = 2048 * 2048
 
 
 def device_memory(
@@ -119,7 +115,11 @@ class _DeviceLayout(NamedTuple):
             of_stage = of_stage._replace(data_parallel=sharding_ranks(config, degrees))
         weights = is_graph and config.trains and config.parallel.enable_parallel_optimizer
         state = weights or (not is_graph and shards_optimizer(config, world))
-        sums = state and zero_level(config) != "level1" or weights and micro_batches_per_step(config, degrees) == 1
+        # Ranks of explicit mode that share the state scatter the sums of the last micro-batch; a pipeline's sums are
+        # whole until the end of the step.
+        sums = state and (zero_level(config) != "level1" or micro_batches_per_step(config, degrees) == 1)
+        if not is_graph and degrees.pipeline_stage > 1:
+            sums = False
         return cls(of_stage, is_graph, shard_threshold_bytes(config), weights, sums, state)
 
 
@@ -131,6 +131,8 @@ class _UnitBytes(NamedTuple):
         matrices: By the sublayer.
         products: Of the matrices that are multiplied: all but the embedding.
         trained_products: Of these the trained ones.
+        trained: Of all trained parameters, not shared.
+        largest: Of the largest trained matrix.
         copied: Of experts that several ranks of a tensor group have.
         copied_gradients: The rank's shard of the gradients of these.
     """
@@ -141,6 +143,8 @@ class _UnitBytes(NamedTuple):
     matrices: dict[str, int]
     products: int
     trained_products: int
+    trained: int
+    largest: int
     copied: int
     copied_gradients: int
 
@@ -154,6 +158,8 @@ def _unit_bytes(unit: ParameterUnit, layout: _DeviceLayout, kv_heads: int) -> _U
     matrices = {"attention": 0, "mlp": 0}
     products = 0
     trained_products = 0
+    trained = 0
+    largest = 0
     copied = 0
     copied_gradients = 0
     for parameter in unit.parameters:
@@ -172,6 +178,8 @@ def _unit_bytes(unit: ParameterUnit, layout: _DeviceLayout, kv_heads: int) -> _U
         weights += sizes[layout.weights]
         gradients += sizes[layout.sums] * parameter.is_trained
         state += sizes[layout.state] * parameter.states
+        trained += sizes[False] * parameter.is_trained
+        largest = max(largest, sizes[False] * parameter.is_trained)
         if len(shape) == 1:
             continue
         matrices[sublayer_of(spec.name)] += sizes[False]
@@ -181,7 +189,9 @@ def _unit_bytes(unit: ParameterUnit, layout: _DeviceLayout, kv_heads: int) -> _U
         if _has_copies_in_tensor_group(shape, degrees):
             copied += sizes[False]
             copied_gradients += sizes[layout.sums]
-    return _UnitBytes(weights, gradients, state, matrices, products, trained_products, copied, copied_gradients)
+    return _UnitBytes(
+        weights, gradients, state, matrices, products, trained_products, trained, largest, copied, copied_gradients
+    )
 
 
 def _stage_memory(
@@ -235,10 +245,19 @@ def _stage_memory(
                     waiting -= sum(each.copied_gradients * number for each, number in units)
                 copies = max(copies - unsharded // 2, 0)
     else:
-        largest = max((each.trained_products for each, _ in units), default=0)
-        # The gradients of the largest layer, in half precision and in float32.
-        gradients = largest * (2 + half) // 2
-        kept = _activations(config, degrees, facts, stage, half, gradients)
+        if half and facts.spec.mtp_modules and HEAD in of_ends:  # several heads cast it, each for itself
+            copies -= of_ends[HEAD].products // 2
+            of_ends[HEAD] = of_ends[HEAD]._replace(trained_products=0)
+        distinct = {unit: _unit_gradients(config, bytes_of(unit), half) for unit in {facts.layers[n] for n in layers}}
+        of_stage = StageGradients(
+            {layer: distinct[facts.layers[layer]] for layer in layers},
+            {name: _unit_gradients(config, each, half) for name, each in of_ends.items() if each.trained},
+            parts["gradients"], layout.sums and zero_level(config) != "level1",
+        )  # fmt: skip
+        peak = explicit_memory(config, degrees, facts, stage, half, of_stage)
+        parts["weights in half precision"] = copies
+        parts["activations"] = max(peak - parts["gradients"], 0)
+        return parts | {"total": sum(parts.values())}
     parts["weights in half precision"] = copies
     # Gradients take the place of activations, as the backward pass goes on.
     if adds_up:
@@ -246,6 +265,17 @@ def _stage_memory(
     else:
         parts["activations"] = max(kept - parts["gradients"], waiting)
     return parts | {"total": sum(parts.values())}
+
+
+def _unit_gradients(config: Config, unit: _UnitBytes, half: bool) -> UnitGradients:
+    """Returns the gradients of a unit in explicit mode: those of matrices with a copy in half precision are in this."""
+    raw = unit.trained
+    if half:
+        raw -= unit.trained_products // 2
+    summed = unit.trained
+    if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
+        summed = raw
+    return UnitGradients(raw, summed, unit.largest)
 
 
 def _local_bytes(
@@ -312,168 +342,3 @@ def _has_copies_in_tensor_group(shape: tuple[int, ...], degrees: Degrees) -> boo
     ranks = degrees.ranks // degrees.expert_parallel
     others = degrees.data_parallel * degrees.context_parallel
     return ranks > others and shape[0] // degrees.expert_parallel % ranks == 0
-
-
-def _activations(
-    config: Config, degrees: Degrees, facts: ModelFacts, stage: int, half: bool, layer_gradients: int
-) -> int:
-    """Returns the bytes of activations at their peak in explicit mode.
-
-    The peak is at the end of the forward pass, or while the backward pass recomputes a layer and its gradients appear.
-    """
-    settings = config.decoder
-    tensor = degrees.model_parallel
-    tokens = micro_batch_tokens(config, degrees)
-    rows = 1
-    if config.parallel_config.use_seq_parallel:
-        rows = tensor
-    spec = facts.once(("local", tensor), lambda: facts.spec.local(tensor))
-    again = facts.recomputed(config)
-
-    def sizes_of(layer: LayerSpec) -> dict[str, int]:
-        """Returns what a layer keeps for a token, which is computed once for all equal layers."""
-        key = ("kept", id(layer), rows, degrees.context_parallel)  # `spec` lives as long as the facts
-        return facts.once(key, lambda: kept_of_layer(settings, layer, half, rows, degrees.context_parallel))
-
-    kept = 0  # bytes of a token
-    largest = 0  # of a layer that is not recomputed
-    largest_recomputed = 0
-    for layer, passes in _stage_passes(config, degrees, facts, stage).items():
-        if layer < facts.first:
-            continue
-        sizes = sizes_of(spec.layers[layer])
-        part = again[layer]
-        if part:
-            freed = sizes[part] - settings.hidden_size * _FLOAT32_BYTES // rows
-            kept += passes * (sizes["block"] - freed)
-            largest_recomputed = max(largest_recomputed, sizes[part])
-        else:
-            kept += passes * sizes["block"]
-            largest = max(largest, sizes["block"])
-    constants = _constants(settings, spec.layers[0].attention, tokens, half)
-    # The compiled forward and backward pass each keep the constants that they received last.
-    head = 2 * constants
-    if stage == degrees.pipeline_stage - 1:
-        head += _head(spec, tokens, half)
-    # While the last feed-forward layer computes its gradients, the head's arrays are freed; the pass before keeps its
-    # constants, too.
-    backward = 3 * constants
-    if not settings.experts:
-        gradient_bytes = 8
-        if _widens(settings, half):
-            gradient_bytes = 12
-        width = facts.once(("width", tensor), lambda: mlp_spec(settings).local(tensor).width)
-        backward += tokens * gradient_bytes * width
-    # MindSpore keeps what a compiled block saved last.
-    forward = tokens * (kept + largest) + max(head, backward)
-    # With the head: what its compiled chunks computed last, and its gradient.
-    if largest_recomputed:
-        return max(forward, tokens * (kept + largest_recomputed) + layer_gradients + head)
-    return forward
-
-
-def _stage_passes(config: Config, degrees: Degrees, facts: ModelFacts, stage: int) -> dict[int, int]:
-    """Returns for each layer of a stage the most forward passes that wait for their backward pass."""
-    stages = degrees.pipeline_stage
-    if stages == 1:
-        return dict.fromkeys(range(len(facts.spec.layers)), 1)
-    key = (
-        "in flight", stages, config.decoder.pp_interleave_num, config.parallel_config.micro_batch_num,
-        config.parallel.pipeline_config.pipeline_scheduler,
-    )  # fmt: skip
-    counts = facts.once(key, lambda: chunk_passes(config, stages))[stage]
-    passes = {layer: counts[chunk] for chunk, layers in enumerate(facts.chunks(config)[stage]) for layer in layers}
-    if stage == stages - 1:
-        passes |= dict.fromkeys(facts.spec.module_layers, counts[-1])
-    return passes
-
-
-def _head(spec: ModelSpec, tokens: int, half: bool) -> int:
-    """Returns the bytes of the head and its loss in explicit mode, once their gradients are computed."""
-    logits = tokens * spec.vocabulary
-    width = 4
-    if half:
-        width = 2
-    stream = tokens * spec.hidden * (4 + width)  # before and after the norm
-    matrices = spec.vocabulary * spec.embedding * width  # the gradient of the matrix
-    if spec.tied and half:
-        matrices *= 3  # and its cast to float32
-    return stream + min(logits, max(_PIECE, 128 * tokens)) * _PIECE_BYTES + matrices
-
-
-def _widens(settings: ModelConfig, half: bool) -> bool:
-    """Returns whether SwiGLU keeps float32 copies of its inputs, as the reference kernel does in half precision."""
-    return half and not settings.use_fused_swiglu
-
-
-def _constants(settings: ModelConfig, attention: AttentionSpec, tokens: int, half: bool) -> int:
-    """Returns the bytes of the position tables and masks of a block.
-
-    Args:
-        attention: The local attention of the rank.
-    """
-    if settings.use_fused_rope:
-        heads = 2
-    else:
-        heads = attention.heads + attention.kv_heads
-    tables = 8 * heads * attention.head_size
-    if is_flash(settings, half):
-        return tokens * tables + _FLASH_MASK_BYTES
-    return tokens * (tables + 4 * settings.seq_length)
-
-
-def kept_of_layer(
-    settings: ModelConfig, layer: LayerSpec, half: bool, rows: int = 1, sequence_ranks: int = 1
-) -> dict[str, int]:
-    """Returns the bytes that each sublayer of a layer, and the block, saves for a token in explicit mode.
-
-    Residuals are float32. It counts the results of both output projections, and queries and keys before and after
-    their norm.
-
-    Args:
-        settings: Which kernels are used.
-        rows: Number of ranks that share the rows of the residual stream.
-        sequence_ranks: Number of ranks that share a sequence; each gathers keys and values of all its tokens.
-    """
-    width = 4
-    if half:
-        width = 2
-    spec = layer.attention
-    hidden = spec.hidden
-    streams = (4 + width) * hidden // rows  # residual stream and its norm
-    streams += width * hidden * (rows > 1)  # gathered
-    queries = spec.heads * spec.head_size
-    keys = spec.kv_heads * spec.head_size
-    values = spec.heads * spec.value_size
-    if spec.latent is not None:
-        # Before and after their norms; queries, keys and values of all heads, cut, rotated and joined.
-        heads = width * (2 * spec.latent.down_size + 5 * queries + 2 * values)
-    else:
-        heads = (width + 2 * width * spec.head_norm) * (queries + keys) + width * keys
-    if is_flash(settings, half):
-        scores = spec.heads * 64  # largest score and sum of the softmax, eight times each
-    else:
-        scores = kept_scores(spec, settings.seq_length, width)
-    if sequence_ranks > 1:  # in the order of the sequence, up to the last token of either half of the rank's tokens
-        scores += (2 * sequence_ranks + 1) * keys * width
-    # What dropout leaves of the input of an adapter. Those of the feed-forward layer are not counted.
-    heads += width * hidden * sum(adapter.dropout > 0 for adapter in spec.adapters.values())
-    projected = width * hidden // rows
-    attention = streams + projected + heads + width * values + scores
-    widens = _widens(settings, half)
-    mlp = layer.mlp
-    if isinstance(mlp, MlpSpec):
-        # Gate and up, in the dtype in which they are multiplied, and their product.
-        gates = 3 * width
-        if widens:
-            gates = 2 * 4 + width
-        if mlp.is_gelu:  # its result is kept for the gradient of the product, too
-            gates = 3 * 4 + width
-        of_mlp = streams + projected + gates * mlp.width
-        return {"attention": attention, "mlp": of_mlp, "block": attention + of_mlp}
-    # Operator by operator: a token's rows before and after each operator that sorts, multiplies and adds up.
-    rows = (mlp.chosen * 4 * (hidden + mlp.width) + hidden) * width
-    rows += mlp.chosen * 12 * mlp.width * widens
-    shared = 3 * mlp.shared_width * width + hidden * width * bool(mlp.shared_width)
-    of_mlp = streams + 12 * mlp.experts + rows + shared
-    return {"attention": attention, "mlp": of_mlp, "block": attention + of_mlp}

@@ -21,7 +21,7 @@ from trainer.ops.precision import resolve_precision
 from trainer.parallel.layout import ModelLayout, end_stages, parameter_layout
 from trainer.parallel.mesh import Degrees, MeshCoordinate
 from trainer.parallel.sharding import bytes_sent
-from trainer.plan.device.memory import kept_of_layer
+from trainer.plan.device.layers import kept_of_layer
 from trainer.plan.division import fullest_rank, micro_batch_tokens, rank_groups
 from trainer.plan.flops import Products, decoder_products
 from trainer.plan.pipeline import closed_form_time
@@ -318,7 +318,7 @@ class StepEstimator:
         if config.parallel_config.use_seq_parallel:
             rows = tensor
         spec = self.facts.once(("local", tensor), lambda: self.facts.spec.local(tensor)).layers[layer]
-        kept = kept_of_layer(config.decoder, spec, self.half, rows, degrees.context_parallel)
+        kept = kept_of_layer(config.decoder, spec, self.half, rows, degrees)
         moved = tokens * (_TIMES_MOVED * kept["block"] + kept.get(part, 0))
         passes = 1 + 2 * reached + bool(part)
         local = (*seconds, moved / rates.memory, passes * rates.layer_overhead, 0.0, 0.0)
