@@ -7,7 +7,7 @@
 Each layout is one rank of a job: dense models, models with experts and models with latent attention, in explicit and in
 semi-automatic mode, with each parallel degree, optimizer level and recomputation. It prints the estimate, the peak of
 the dry run, their ratio, and the ratio of what remains without weights, gradients and optimizer state, which are
-exact. One process at a time; all of them take about ten minutes on two cores. Exit code 1: a ratio is further than a
+exact. One process at a time; all of them take two to five minutes on two cores. Exit code 1: a ratio is further than a
 tenth from 1, or a dry run failed.
 """
 

@@ -120,10 +120,15 @@ def explicit_memory(
     kept = [sum(one.kept for one in layers.values()) for layers in chunks]
     stream = tokens * spec.hidden * _FLOAT32_BYTES
     buffers = 2 * stream // rows  # gradients of the residual stream
-    kinds = {(id(spec.layers[number]), id(facts.layers[number]), again[number]): None for number in reached}
+    kinds = {(id(spec.layers[number]), id(facts.layers[number]), again[number]): number for number in reached}
     key = ("buffers", tuple(kinds), rows, degrees, tokens)
-    parts = [(spec.layers[number], again[number], _is_frozen_in_part(facts, number)) for number in reached]
-    buffers += facts.once(key, lambda: function_buffers(settings, parts, half, rows, degrees, tokens))
+
+    def held_bytes() -> int:
+        """Returns what the functions of all layers hold, which is computed once for all layouts with equal ones."""
+        parts = [(spec.layers[n], again[n], _is_frozen_in_part(facts, n)) for n in kinds.values()]
+        return function_buffers(settings, parts, half, rows, degrees, tokens)
+
+    buffers += facts.once(key, held_bytes)
     if stage == 0:
         buffers += stream // rows  # rows of the embedding
         if tensor > 1:  # and before the ranks add them up, which each micro-batch keeps

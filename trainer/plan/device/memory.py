@@ -4,9 +4,9 @@ Weights and optimizer state are exact. In semi-automatic mode MindSpore shards t
 by expert_parallel too, layers by stage, and with enable_parallel_optimizer weights and optimizer state by data_parallel
 and context_parallel. In explicit mode a rank has what `trainer.parallel.layout` gives it.
 
-The peak is at the end of the forward pass, when all activations are kept, or at the end of the backward pass, when all
-gradients are there; with several micro-batches gradients are there all the time. Activations are counted array by
-array, those of semi-automatic mode in `graph`.
+Activations are counted array by array, in `explicit` for explicit mode and in `graph` for semi-automatic mode. In the
+latter the peak is at the end of the forward pass, when all activations are kept, or at the end of the backward pass,
+when all gradients are there; with several micro-batches gradients are there all the time.
 """
 
 from __future__ import annotations
