@@ -52,6 +52,13 @@ def test_glm4_moe_has_a_sigmoid_router_with_a_bias_on_the_choice_and_half_of_a_h
     assert (decoder.rotary_pct, decoder.experts.aux_loss_factor, decoder.experts.scoring_func) == (1, 1e-4, None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "windows"), [("Gemma2ForCausalLM", (0, 2)), ("Olmo3ForCausalLM", (0, 1, 2))]
+)
+def test_every_nth_layer_has_no_window_where_layer_types_is_left_out(kind: str, windows: tuple[int, ...]) -> None:
+    assert load(family(kind, "sliding_window: 8")).decoder.window_layers == windows
+
+
 def test_olmo3_scales_positions_only_in_layers_without_a_window() -> None:
     yarn = "{rope_type: yarn, factor: 8.0, original_max_position_embeddings: 16}"
     keys = "sliding_window: 8, rope_theta: 500000.0"

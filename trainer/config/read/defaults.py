@@ -22,7 +22,7 @@ from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
 from trainer.config.schema.fields import Section, fields_by_yaml_name, yaml_names
-from trainer.config.schema.model import LATENT_SIZES, ModelConfig, window_layer_types
+from trainer.config.schema.model import LATENT_SIZES, ModelConfig, alternating_layer_types, window_layer_types
 from trainer.config.schema.moe import MoEConfig
 
 _MODEL = "model.model_config"
@@ -175,7 +175,7 @@ def _alternate_windows(resolved: Resolved, family: Family, because: str) -> None
         return
     if settings.get("layer_types") is None and settings.get("use_sliding_window") is None:
         settings.pop("layer_types", None)
-        types = window_layer_types(layers, family.full_attention_period)
+        types = alternating_layer_types(layers, family.full_attention_period)
         _set_default(resolved, f"{_MODEL}.layer_types", types, because)
 
 

@@ -44,6 +44,12 @@ def window_layer_types(layers: int, skip_frequency: Any) -> list[str]:
     return ["sliding_attention" if has_window else "full_attention" for has_window in windowed]
 
 
+def alternating_layer_types(layers: int, period: int) -> list[str]:
+    """Returns the ``layer_types`` of a model in which every `period`th layer has no sliding window."""
+    kinds = {False: "full_attention", True: "sliding_attention"}
+    return [kinds[layer % period != 0] for layer in range(1, layers + 1)]
+
+
 class RopeScaling(Section):
     """Stretches rotary positions beyond the trained length (YAML ``model_config.rope_scaling``)."""
 
