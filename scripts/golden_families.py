@@ -26,7 +26,7 @@ def family(
 
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.4, 1.8], "long_factor": [1.0, 2.5, 3.5]}
 PHI3 = {
-    "hidden_size": 20, "partial_rotary_factor": 0.6, "rope_theta": 20.0, "rope_scaling": LONG_ROPE,
+    "vocab_size": 31, "hidden_size": 20, "partial_rotary_factor": 0.6, "rope_theta": 20.0, "rope_scaling": LONG_ROPE,
     "pad_token_id": None,
 }
 OLMO = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "pad_token_id": None}
