@@ -1,4 +1,6 @@
-"""The gated feed-forward sublayer: x + W_down (silu(W_gate norm(x)) * W_up norm(x)), forward and backward.
+"""The feed-forward sublayer: x + W_down (silu(W_gate norm(x)) * W_up norm(x)), forward and backward.
+
+Without a gate it is x + W_proj gelu(W_fc norm(x)).
 
 Legend: as in tiles.py.
 """
@@ -12,7 +14,7 @@ import numpy as np
 from trainer.arrays.memory import empty
 from trainer.arrays.numpy_operators import Activation
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
-from trainer.arrays.tiles import CpuRmsNorm, gated, gated_gradient
+from trainer.arrays.tiles import CpuRmsNorm, gated, gated_gradient, ungated, ungated_gradient
 from trainer.models.spec.names import MLP_NORM, POST_MLP_NORM
 from trainer.models.spec.saved import mlp_saved
 
@@ -48,20 +50,18 @@ class CpuMlp:
         if is_sublayer and spec.pre_norm:
             norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.input = NormedInput(norm, MLP_NORM, scratch, tensor, adds=is_sublayer)
-        gate, up, down = (
-            CpuLinear(name, spec.adapters.get(name))
-            for name in (f"{prefix}gate_proj", f"{prefix}up_proj", f"{prefix}down_proj")
-        )
-        self.gate = gate
-        self.up = up
+        names = [prefix + name.removeprefix("mlp.") for name in spec.matrices]
+        *inner, output = (CpuLinear(name, spec.adapters.get(name)) for name in names)
+        # By the names of the arrays that are saved; without a gate there is "up" alone.
+        self.linears = dict(zip(("gate", "up")[-len(inner) :], inner, strict=True))
         self.output = SublayerOutput(
-            down, spec, scratch, tensor, norm_name=POST_MLP_NORM, site="mlp_output", adds=is_sublayer
+            output, spec, scratch, tensor, norm_name=POST_MLP_NORM, site="mlp_output", adds=is_sublayer
         )
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Tensor:
         """Returns the residual stream after the sublayer, or for shared experts their output, [N, D]."""
         result, out_ND = empty(*x_ND.shape)
-        dtype = call.weights[self.gate.weight].dtype
+        dtype = call.weights[self.output.linear.weight].dtype
         tokens = self._begin(call, x_ND, dtype)
         self.scratch.run(tokens, lambda tile: self.compute(call, x_ND, out_ND, tile))
         self.output.end_forward(call, x_ND, out_ND)
@@ -69,21 +69,22 @@ class CpuMlp:
 
     def compute(self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
         """Computes a tile; after all tiles the caller calls `SublayerOutput.end_forward`."""
-        dtype = call.weights[self.gate.weight].dtype
+        dtype = call.weights[self.output.linear.weight].dtype
         width = self.spec.width
         y_nD = self.input.forward(call, x_ND, tile, dtype)
         if call.save:
-            gate_nF = call.saved["gate"][tile.rows]
-            up_nF = call.saved["up"][tile.rows]
+            arrays = [call.saved[name][tile.rows] for name in self.linears]
         else:
-            gate_nF = tile.take(width, dtype)
-            up_nF = tile.take(width, dtype)
-        self.gate.forward(call, y_nD, gate_nF, tile)
-        self.up.forward(call, y_nD, up_nF, tile)
-        inner_nF = gate_nF
+            arrays = [tile.take(width, dtype) for _ in self.linears]
+        for linear, out_nF in zip(self.linears.values(), arrays, strict=True):
+            linear.forward(call, y_nD, out_nF, tile)
+        inner_nF = arrays[0]
         if call.save or dtype != np.float32:
             inner_nF = tile.take(width)
-        gated(gate_nF, up_nF, inner_nF, tile, self.activation)
+        if self.spec.has_gate:
+            gated(arrays[0], arrays[1], inner_nF, tile, self.activation)
+        else:
+            ungated(arrays[0], inner_nF, tile)
         self.output.forward(call, x_ND, tile.cast(inner_nF, dtype), out_ND, tile)
 
     def predict(self, call: SublayerCall, x_ND: np.ndarray, thread: int) -> np.ndarray:
@@ -109,21 +110,20 @@ class CpuMlp:
     def backward(self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights; overwrites `call.saved`."""
         result, out_ND = empty(*x_ND.shape)
-        gate_NF = call.saved["gate"]
-        up_NF = call.saved["up"]
-        dtype = gate_NF.dtype
+        saved = [call.saved[name] for name in self.linears]
+        rows = len(saved[0])
+        dtype = saved[0].dtype
         down = self.output.linear
         inner_NF = None
         if call.gradients.needs(down.weight):
-            inner_NF = empty(*gate_NF.shape, dtype=dtype)[1]
+            inner_NF = empty(rows, self.spec.width, dtype=dtype)[1]
         grad = self.output.begin_backward(call, grad_ND, dtype)
-        linears = self.gate, self.up
+        linears = tuple(self.linears.values())
         y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, linears)
 
         def compute(tile: Tile) -> None:
             """Computes the gradients of gate and up for a tile, and of the down projection's adapter."""
-            gate_nF = gate_NF[tile.rows]
-            up_nF = up_NF[tile.rows]
+            arrays = [array[tile.rows] for array in saved]
             inner_nF = None
             if inner_NF is not None:
                 inner_nF = inner_NF[tile.rows]
@@ -131,21 +131,24 @@ class CpuMlp:
                 inner_nF = tile.take(self.spec.width, dtype)
             grad_inner_nF = tile.take(self.spec.width)
             low_Rn = self.output.backward(call, grad, grad_inner_nF, tile)
-            gated_gradient(gate_nF, up_nF, grad_inner_nF, inner_nF, tile, self.activation)
+            if self.spec.has_gate:
+                gated_gradient(arrays[0], arrays[1], grad_inner_nF, inner_nF, tile, self.activation)
+            else:
+                ungated_gradient(arrays[0], grad_inner_nF, inner_nF, tile)
             down.add_adapter_gradients(call, low_Rn, grad.factor_ND[tile.rows], inner_nF, tile)
-            # Now gate and up hold their gradients.
+            # Now the saved arrays hold their gradients.
             into_nD = None
             if into_ND is not None:
                 into_nD = into_ND[tile.rows]
             y_nD = self.input.recompute_input(call, x_ND, y_ND, tile, dtype, linears)
-            for linear, grad_nF in zip(linears, (gate_nF, up_nF), strict=True):
-                low_Rn = linear.backward(call, grad_nF, into_nD, tile, accumulate=linear is self.up)
+            for place, (linear, grad_nF) in enumerate(zip(linears, arrays, strict=True)):
+                low_Rn = linear.backward(call, grad_nF, into_nD, tile, accumulate=place > 0)
                 linear.add_adapter_gradients(call, low_Rn, grad_nF, y_nD, tile)
             self.input.backward(call, x_ND, grad_ND, tile, out_ND)
 
-        self.scratch.run(len(gate_NF), compute)
+        self.scratch.run(rows, compute)
         self.input.end_backward(call, x_ND, grad_ND, into_ND, out_ND)
-        self.gate.add_gradients(call, gate_NF, y_ND)
-        self.up.add_gradients(call, up_NF, y_ND)
+        for linear, grad_NF in zip(linears, saved, strict=True):
+            linear.add_gradients(call, grad_NF, y_ND)
         self.output.end_backward(call, grad, inner_NF)
         return result, call.gradients.compute()

@@ -320,6 +320,24 @@ def gated_gradient(
             to_bfloat16_if_needed(wide_nF, narrow_nF)
 
 
+def ungated(up_nF: np.ndarray, out_nF: np.ndarray, tile: Tile) -> None:
+    """Writes gelu(up) in float32 to `out_nF`, which may be up if that is float32."""
+    wide_nF = to_float32_if_needed(up_nF, out_nF)
+    operators().gated(wide_nF, _ones(tile, up_nF.shape[1]), out_nF, "gelu")
+
+
+def ungated_gradient(up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile) -> None:
+    """Replaces up by its gradient, from that of gelu(up), which `inner_nF`, if given, receives in the dtype of up."""
+    gated_gradient(up_nF, _ones(tile, up_nF.shape[1]), grad_nF, inner_nF, tile, "gelu")
+
+
+def _ones(tile: Tile, width: int) -> np.ndarray:
+    """Returns what multiplies an activation that no other matrix gates."""
+    ones_nF = tile.take(width)
+    ones_nF.fill(1)
+    return ones_nF
+
+
 def clamped_swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, limit: float, alpha: float) -> None:
     """Writes (u + 1) g sigmoid(alpha g) to `out_nF`: g is gate up to the limit, u is up within it on both sides.
 

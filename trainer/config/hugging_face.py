@@ -184,6 +184,7 @@ _FACTS = (
     _Fact(lambda s: s.attention_sinks, "attention sinks", "no attention sinks"),
     _Fact(lambda s: (s.final_logit_softcapping,), "another cap of the logits"),
     _Fact(lambda s: (s.activation,), "another activation"),
+    _Fact(lambda s: not s.gated_linear_unit, "a feed-forward layer without a gate", "a gate in the feed-forward layer"),
     _Fact(lambda s: s.norm_offset, "norms with zero-centered weights", "norms without zero-centered weights"),
     _Fact(lambda s: (s.embedding_multiplier, s.residual_multiplier, s.logits_scaling),
           "factors on embeddings, sublayers or logits"),

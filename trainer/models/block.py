@@ -242,7 +242,8 @@ class AttentionLayer(nn.Cell):
 class MlpLayer(nn.Cell):
     """x_ND -> what the feed-forward layer adds to the residual stream, [N, D].
 
-    Optional norm, gate and up projections, SwiGLU, down projection, optional norm. `weights` as in `AttentionLayer`.
+    Optional norm, gate (if there is one) and up projections, activation, down projection, optional norm. `weights` as
+    in `AttentionLayer`.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
@@ -254,8 +255,12 @@ class MlpLayer(nn.Cell):
             self.norm_weight = names.index("post_attention_layernorm.weight")
         self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
-        self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
-        self.down = Projection("mlp.down_proj", settings, kernels, tensor)
+        self.has_gate = spec.has_gate
+        *inner, output = spec.matrices
+        if self.has_gate:
+            self.gate = Projection(inner[0], settings, kernels)
+        self.up = Projection(inner[-1], settings, kernels)
+        self.down = Projection(output, settings, kernels, tensor)
         self.swiglu = kernels.swiglu()
         if spec.is_gelu:
             self.swiglu = kernels.geglu()
@@ -268,7 +273,11 @@ class MlpLayer(nn.Cell):
             y_ND = self.norm(x_ND, weights[self.norm_weight])
         if self.column_parallel_input is not None:
             y_ND = self.column_parallel_input(y_ND)
-        out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
+        if self.has_gate:
+            inner_NF = self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights))
+        else:
+            inner_NF = self.swiglu(self.up(y_ND, weights))
+        out_ND = self.down(inner_NF, weights)
         if self.changes_output:
             out_ND = self.output(out_ND, weights)
         return out_ND

@@ -273,7 +273,7 @@ class SwiGLU(Sharded):
 
 
 class GeGLU(Sharded):
-    """gelu(gate) * up, with GELU approximated by tanh, as MindSpore's operator computes it."""
+    """gelu(gate) * up, with GELU approximated by tanh, as MindSpore's operator computes it; without up gelu(gate)."""
 
     axes: ClassVar = {"gelu": "dt", "multiply": "dt,dt"}
 
@@ -282,8 +282,9 @@ class GeGLU(Sharded):
         self.gelu = P.GeLU()
         self.multiply = P.Mul()
 
-    def construct(self, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
-        """Returns the input of the down projection."""
+    def construct(self, gate_NF: Tensor, up_NF: Tensor | None = None) -> Tensor:
+        if up_NF is None:
+            return self.gelu(gate_NF)
         return self.multiply(self.gelu(gate_NF), up_NF)
 
 

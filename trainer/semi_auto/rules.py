@@ -211,8 +211,11 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
     if settings.has_window_rotary:
         rule = f"{_NOT_YET}: rotary positions that differ between kinds of layers"
         yield problem(config, "model.model_config.window_rope_theta", rule, "set parallel.parallel_mode to 0")
-    if settings.attention_sinks:
-        yield problem(config, "model.model_config.attention_sinks", _NOT_YET, "set parallel.parallel_mode to 0")
+    for name, is_used in (
+        ("attention_sinks", settings.attention_sinks), ("gated_linear_unit", not settings.gated_linear_unit),
+    ):  # fmt: skip
+        if is_used:
+            yield problem(config, f"model.model_config.{name}", _NOT_YET, "set parallel.parallel_mode to 0")
     yield from cell_problems(config)
     yield from vocabulary_device_problems(config)
     method = config.whole_matrix_method

@@ -140,8 +140,8 @@ def layer_of(name: str) -> int | None:
 
 
 _ATTENTION_NORM = POST_ATTENTION_NORM.removesuffix(".weight")
-_FORWARD = ("self_attn.o_proj.input", "self_attn", _ATTENTION_NORM, "mlp.gate", "mlp.gate_proj", "mlp.up_proj", "mlp",
-            POST_MLP_NORM.removesuffix(".weight"))  # fmt: skip
+_FORWARD = ("self_attn.o_proj.input", "self_attn", _ATTENTION_NORM, "mlp.gate", "mlp.gate_proj", "mlp.up_proj",
+            "mlp.c_fc", "mlp", POST_MLP_NORM.removesuffix(".weight"))  # fmt: skip
 _PHASES = {"weight": 0, "activation": 1, "choice": 1, "loss": 2, "activation gradient": 3, "gradient": 3, "norm": 4}
 _BEHIND = 1 << 30
 

@@ -35,7 +35,9 @@ def saved_tensors(spec: LayerSpec) -> dict[str, tuple[str, int]]:
     """Returns the arrays that native layers save and a trace has: name within the layer, and unsharded columns."""
     tensors = {"heads": ("self_attn.o_proj.input", spec.attention.heads * spec.attention.value_size)}
     if isinstance(spec.mlp, MlpSpec):
-        tensors |= {"gate": ("mlp.gate_proj", spec.mlp.width), "up": ("mlp.up_proj", spec.mlp.width)}
+        *inner, _ = spec.mlp.matrices
+        keys = ("gate", "up")[-len(inner) :]
+        tensors |= {key: (name, spec.mlp.width) for key, name in zip(keys, inner, strict=True)}
     return tensors
 
 

@@ -131,6 +131,9 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
                 yield problem(config, f"{_KEY}.{name}", rule.rule, rule.fix)
     if config.decoder.experts is not None and config.decoder.activation != "silu":
         yield problem(config, f"{_KEY}.hidden_act", "not yet supported with experts", "use another model")
+    if not config.decoder.gated_linear_unit and config.decoder.activation == "silu":
+        rule = "not yet supported with hidden_act silu, only with gelu_pytorch_tanh"
+        yield problem(config, f"{_KEY}.gated_linear_unit", rule, "use another model")
 
 
 def _divisor(number: int, near: int) -> int:

@@ -271,8 +271,12 @@ class ModelConfig(Section):
         None, "Standard deviations of new weights by name; of several rules the last one counts. Default null:"
         " initializer_range.")
     hidden_act: Literal["silu", "swiglu", "fusedswiglu", "gelu_pytorch_tanh"] = setting(
-        "silu", "Activation, with a gate: silu (SwiGLU), under each of its names, or GELU approximated by tanh.",
+        "silu", "Activation: silu (SwiGLU), under each of its names, or GELU approximated by tanh.",
         aliases="hidden_activation", fix="use a model with one of these: a model needs the activation it was made for")
+    gated_linear_unit: bool = setting(
+        True, "The feed-forward layer multiplies its activation by a second projection. False: it has no such gate"
+        " (Starcoder2), and its activation is gelu_pytorch_tanh.",
+        beside=Beside("experts", True, "not yet supported with experts", "use another model"))
     compute_dtype: Dtype | None = setting(
         None, "Dtype of matrix products. Default null: amp_level decides; without it float32, on an Ascend bfloat16.")
     layernorm_compute_type: Dtype | None = setting(

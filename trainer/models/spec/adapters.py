@@ -38,6 +38,8 @@ _GRAPH_NAMES = {
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
+    "mlp.c_fc": "output.mapping",
+    "mlp.c_proj": "output.projection",
 }
 _VOCABULARY_MODULES = {
     "model.embed_tokens": ("tok_embeddings", "embedding.word_embeddings"),

@@ -17,10 +17,12 @@ from typing import Literal, NamedTuple, TypeAlias
 from trainer.models.spec.names import (
     EMBEDDING,
     FINAL_NORM,
+    GATED_MLP,
     HEAD,
     MAPPING_IN,
     MAPPING_OUT,
     SCORE,
+    UNGATED_MLP,
     adapter_names,
     layer_prefix,
 )
@@ -205,9 +207,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated feed-forward sublayer: W_down (silu(W_gate x) * W_up x).
+    """A feed-forward sublayer: W_down (silu(W_gate x) * W_up x), or without a gate W_proj gelu(W_fc x).
 
     Attributes:
+        has_gate: There is a W_gate.
         is_gelu: The activation is GELU in its approximation by tanh, instead of silu.
         pre_norm, post_norm, eps, output_dropout, output_scale, norm_offset, adapters: As in `AttentionSpec`.
     """
@@ -221,12 +224,20 @@ class MlpSpec:
     output_scale: float = 1.0
     norm_offset: float = 0.0
     is_gelu: bool = False
+    has_gate: bool = True
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     @property
     def changes_output(self) -> bool:
         """Returns whether the output is normed, dropped or scaled before it is added to the residual stream."""
         return self.post_norm or self.output_dropout > 0 or self.output_scale != 1
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Returns the names of the matrices within the layer, in forward order."""
+        if self.has_gate:
+            return GATED_MLP
+        return UNGATED_MLP
 
     def local(self, ranks: int) -> MlpSpec:
         """Returns the sublayer of each of `ranks` tensor-parallel ranks, which has some of the columns."""

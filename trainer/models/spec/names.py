@@ -31,6 +31,10 @@ POST_MLP_NORM = "post_mlp_layernorm.weight"
 ROUTER = "mlp.gate.weight"
 EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
 """A buffer: it moves against the load of the experts, not by a gradient."""
+GATED_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+"""The matrices of a feed-forward layer; the last one makes its output."""
+UNGATED_MLP = ("mlp.c_fc", "mlp.c_proj")
+"""Those of a feed-forward layer without a gate, with Starcoder2's names."""
 SINKS = "self_attn.sinks"
 """A score of each head that competes with those of the keys and has no value."""
 ROUTER_BIAS = "mlp.gate.bias"
@@ -107,6 +111,7 @@ _MEGATRON = {
     ".experts.gate_proj.weight": ".experts.weight1", ".experts.up_proj.weight": ".experts.weight1",
     ".experts.down_proj.weight": ".experts.weight2", ".shared_expert.": ".shared_experts.",
     ".gate_proj.": ".linear_fc1.", ".up_proj.": ".linear_fc1.", ".down_proj.": ".linear_fc2.",
+    ".c_fc.": ".linear_fc1.", ".c_proj.": ".linear_fc2.",
     "shared_head.norm.": "final_layernorm.",
 }  # fmt: skip
 """Parts of names -> those of MindSpore Transformers' PyNative models (``mindformers/pynative``)."""

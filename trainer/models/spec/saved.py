@@ -81,7 +81,8 @@ def mlp_saved(spec: MlpSpec, sequence_parallel: bool = False) -> Iterator[SavedA
         yield SavedArray("scale", 1, narrow=False, rows="stream")
     if sequence_parallel:
         yield SavedArray("normed", spec.hidden)
-    yield SavedArray("gate", spec.width)
+    if spec.has_gate:
+        yield SavedArray("gate", spec.width)
     yield SavedArray("up", spec.width)
     if spec.post_norm:
         yield SavedArray("output", spec.hidden, narrow=False, rows="stream")

@@ -117,6 +117,7 @@ def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -
         output_scale=settings.residual_multiplier,
         norm_offset=settings.norm_offset,
         is_gelu=settings.activation != "silu",
+        has_gate=settings.gated_linear_unit,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
     )
 
@@ -163,9 +164,10 @@ def mlp_parameters(settings: ModelConfig) -> list[ParameterSpec]:
     parameters = []
     if spec.pre_norm:
         parameters.append(_norm("post_attention_layernorm.weight", spec.hidden))
-    parameters += _linear("mlp.gate_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
-    parameters += _linear("mlp.up_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
-    parameters += _linear("mlp.down_proj", spec.hidden, spec.width, settings.down_has_bias, "row", "residual")
+    *inner, output = spec.matrices
+    for name in inner:
+        parameters += _linear(name, spec.width, spec.hidden, settings.mlp_has_bias, "column")
+    parameters += _linear(output, spec.hidden, spec.width, settings.down_has_bias, "row", "residual")
     if spec.post_norm:
         parameters.append(_norm(POST_MLP_NORM, spec.hidden))
     return parameters

@@ -67,6 +67,10 @@ def _mlp_working(settings: ModelConfig, layer: LayerSpec, half: bool, degrees: D
     widens = _widens(settings, half)
     width = number_width(half)
     if isinstance(mlp, MlpSpec):
+        if not mlp.has_gate:  # one array and its gradient
+            if widens:
+                return 6 * mlp.width
+            return 2 * width * mlp.width
         if widens:  # three arrays in float32
             return 12 * mlp.width
         return 4 * width * mlp.width  # gate beside up, and the gradient of both
@@ -229,6 +233,8 @@ def kept_of_layer(
             gates = 2 * 4 + width
         if mlp.is_gelu:  # its result is kept for the gradient of the product, too
             gates = 3 * 4 + width
+        if not mlp.has_gate:
+            gates = 2 * 4 + width * half
         of_mlp = streams + gates * mlp.width
         if mlp.changes_output:
             of_mlp += width * hidden // rows
