@@ -82,7 +82,8 @@ CASES: dict[str, dict[str, Any]] = {
                 "parallel_optimizer_config": _PAIRS | {"optimizer_level": "level2"}}},
     },
     "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 2},
-               "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2},
+               "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2,
+                         "normalization": "LayerNorm"},
                "sections": {"parallel": {"pipeline_config": {"pipeline_interleave": True}} | _SHARED_WEIGHTS}},
 }  # fmt: skip
 

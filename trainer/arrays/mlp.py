@@ -48,7 +48,7 @@ class CpuMlp:
         self.tensor = tensor
         norm = None
         if is_sublayer and spec.pre_norm:
-            norm = CpuRmsNorm(spec.hidden, spec.eps)
+            norm = CpuRmsNorm(spec.hidden, spec.eps, spec.centers_norms)
         self.input = NormedInput(norm, MLP_NORM, scratch, tensor, adds=is_sublayer)
         names = [prefix + name.removeprefix("mlp.") for name in spec.matrices]
         *inner, output = (CpuLinear(name, spec.adapters.get(name)) for name in names)

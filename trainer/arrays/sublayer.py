@@ -17,7 +17,7 @@ import numpy as np
 from trainer.arrays.memory import empty, store, to_bfloat16_if_needed, to_float32_if_needed
 from trainer.arrays.operators import operators
 from trainer.arrays.tiles import CpuRmsNorm, Scratch, SublayerCall, Tile
-from trainer.models.spec.names import magnitude_name
+from trainer.models.spec.names import magnitude_name, norm_bias
 
 _DORA_ROWS = 256  # of a matrix, at a time
 
@@ -308,6 +308,7 @@ class NormedInput:
         self.norm = norm
         self.adds = adds
         self.norm_name = norm_name
+        self.norm_bias = norm_bias(norm_name)
         self.scratch = scratch
         self.tensor = tensor
         self.gathers = tensor is not None and tensor.sequence_parallel
@@ -341,7 +342,7 @@ class NormedInput:
         if "scale" in call.saved:
             call.saved["scale"][tile.rows, 0] = scale_n
         y_nD = tile.take(x_nD.shape[1])
-        self.norm(x_nD, call.weights[self.norm_name], scale_n, y_nD)
+        self.norm(x_nD, call.weights[self.norm_name], scale_n, y_nD, call.weights.get(self.norm_bias))
         return tile.cast(y_nD, dtype)
 
     def begin_backward(
@@ -359,7 +360,8 @@ class NormedInput:
             into_ND = out_ND
         else:
             into_ND = empty(*x_ND.shape)[1]
-        if self.tensor is None and not call.input_gradient and not call.gradients.needs(self.norm_name):
+        of_norm = call.gradients.needs(self.norm_name, self.norm_bias)
+        if self.tensor is None and not call.input_gradient and not of_norm:
             into_ND = None
         if not call.gradients.needs(*(linear.weight for linear in linears)):
             return None, into_ND
@@ -387,7 +389,8 @@ class NormedInput:
                     wide_nD = y_nD
                 else:
                     wide_nD = tile.take(x_nD.shape[1])
-                self.norm(x_nD, call.weights[self.norm_name], call.saved["scale"][tile.rows, 0], wide_nD)
+                scale_n = call.saved["scale"][tile.rows, 0]
+                self.norm(x_nD, call.weights[self.norm_name], scale_n, wide_nD, call.weights.get(self.norm_bias))
                 to_bfloat16_if_needed(wide_nD, y_nD)
         return y_nD
 

@@ -18,6 +18,7 @@ import numpy as np
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed, to_float32_if_needed
 from trainer.arrays.numpy_operators import Activation
 from trainer.arrays.operators import operators
+from trainer.models.spec.names import norm_bias
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -169,18 +170,34 @@ def _few_rows_product(x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarra
 
 
 class CpuRmsNorm:
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, equation 4)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, equation 4).
 
-    def __init__(self, size: int, eps: float) -> None:
+
+    Args:
+        centers: Subtracts the mean of a row from x first, and adds a bias if the model has one: LayerNorm (Ba et al.
+            2016, section 3).
+    """
+
+    def __init__(self, size: int, eps: float, centers: bool = False) -> None:
         self.size = size
         self.eps = np.float32(eps)
+        self.centers = centers
 
     def scales(self, x_nD: np.ndarray) -> np.ndarray:
         """Returns 1 / sqrt(mean(x^2) + eps) of each row, [n]."""
+        if self.centers:
+            x_nD = x_nD - x_nD.mean(1, keepdims=True)
         return operators().rms_scales(x_nD, self.eps)
 
-    def __call__(self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, out_nD: np.ndarray) -> None:
+    def __call__(
+        self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, out_nD: np.ndarray,
+        bias_D: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        if self.centers:
+            x_nD = np.subtract(x_nD, x_nD.mean(1, keepdims=True), out=out_nD)
         operators().rms_norm(x_nD, weight_D, scale_n, out_nD)
+        if bias_D is not None:
+            out_nD += bias_D
 
     def apply(self, x_nD: np.ndarray, weight_D: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns y for the rows of a tile, in the dtype of x."""
@@ -193,7 +210,9 @@ class CpuRmsNorm:
         self, call: SublayerCall, name: str, x_nD: np.ndarray, grad_nD: np.ndarray, tile: Tile,
         scale_n: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Replaces `grad_nD`, the gradient of a tile of y, by that of x, and adds the gradient of the weight `name`."""
+        """Replaces `grad_nD`, the gradient of a tile of y, by that of x; adds those of weight `name` and its bias."""
+        if call.gradients.needs(norm_bias(name)):
+            call.gradients.add_tile(norm_bias(name), tile, grad_nD.sum(0))
         wide_nD = tile.to_float32(x_nD)
         if scale_n is None:
             scale_n = self.scales(wide_nD)
@@ -205,7 +224,12 @@ class CpuRmsNorm:
         self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, grad_nD: np.ndarray, work_nD: np.ndarray
     ) -> np.ndarray:
         """Replaces `grad_nD` by the gradient of x, overwrites `work_nD`, and returns the weight's gradient, [D]."""
-        return operators().rms_norm_gradient(x_nD, weight_D, scale_n, grad_nD, work_nD)
+        if self.centers:
+            x_nD = x_nD - x_nD.mean(1, keepdims=True)
+        weight_grad_D = operators().rms_norm_gradient(x_nD, weight_D, scale_n, grad_nD, work_nD)
+        if self.centers:
+            grad_nD -= grad_nD.mean(1, keepdims=True)
+        return weight_grad_D
 
 
 class SublayerCall:

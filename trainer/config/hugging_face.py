@@ -10,7 +10,7 @@ from trainer.config.read.model_folder import CAUSAL, CLASSIFIER, model_from_conf
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
-from trainer.models.spec.sublayers import attention_spec, mlp_spec
+from trainer.models.spec.sublayers import attention_spec, has_norm_bias, mlp_spec
 
 _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "intermediate_size": lambda s: s.ffn_size,
@@ -185,6 +185,7 @@ _FACTS = (
     _Fact(lambda s: (s.final_logit_softcapping,), "another cap of the logits"),
     _Fact(lambda s: (s.activation,), "another activation"),
     _Fact(lambda s: not s.gated_linear_unit, "a feed-forward layer without a gate", "a gate in the feed-forward layer"),
+    _Fact(lambda s: (s.centers_norms, has_norm_bias(s)), "norms of another kind"),
     _Fact(lambda s: s.norm_offset, "norms with zero-centered weights", "norms without zero-centered weights"),
     _Fact(lambda s: (s.embedding_multiplier, s.residual_multiplier, s.logits_scaling),
           "factors on embeddings, sublayers or logits"),

@@ -48,6 +48,7 @@ from trainer.models.spec.names import (
     adapter_names,
     layer_prefix,
     magnitude_name,
+    norm_bias,
     sublayer_of,
 )
 from trainer.models.spec.sublayers import moe_config
@@ -124,11 +125,13 @@ class ArrayParts:
         self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
         self.head: FusedLinearCrossEntropy | ScoreHead = FusedLinearCrossEntropy(
             self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, 1 / settings.logits_scaling,
-            settings.final_logit_softcapping, self.spec.adapters.get(head_name),
+            settings.final_logit_softcapping, self.spec.adapters.get(head_name), centers=self.spec.centers_norms,
         )  # fmt: skip
         narrow = ["weight", "mapping"]
         if self.spec.has_score:
-            self.head = ScoreHead(self.spec.embedding, self.spec.eps, self.scratch)
+            self.head = ScoreHead(
+                self.spec.embedding, self.spec.eps, self.scratch, centers=self.spec.centers_norms
+            )
             narrow = ["mapping"]
         embedding_names = (EMBEDDING, *adapter_names(embedding_name))
         self.embedding_weights = self._part({name: name for name in embedding_names}, narrow=[], by_rows=[EMBEDDING])
@@ -141,7 +144,9 @@ class ArrayParts:
         lora = dict(zip((LORA_A, LORA_B), adapter_names(head_name), strict=True))
         names = {"weight": self.spec.head, "mapping": MAPPING_OUT, **lora}
         self.heads = [
-            self._part({"norm": norm, **names}, narrow=[*narrow, *lora], by_rows=["weight"])
+            self._part(
+                {"norm": norm, norm_bias("norm"): norm_bias(norm), **names}, [*narrow, *lora], by_rows=["weight"]
+            )
             for norm in self.norms
         ]
         self.merges = [

@@ -23,10 +23,20 @@ from typing import TYPE_CHECKING
 
 from mindspore import Tensor, nn
 from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import MeanExt
 
 from trainer.models.latent_attention import LatentAttentionLayer
 from trainer.models.projection import Projection
-from trainer.models.spec.names import MTP_NORM, MTP_WEIGHTS, POST_ATTENTION_NORM, POST_MLP_NORM, SINKS  # noqa: F401
+from trainer.models.spec.names import (  # noqa: F401
+    INPUT_NORM,
+    MLP_NORM,
+    MTP_NORM,
+    MTP_WEIGHTS,
+    POST_ATTENTION_NORM,
+    POST_MLP_NORM,
+    SINKS,
+    norm_bias,
+)
 from trainer.models.spec.shapes import block_names
 from trainer.models.spec.sublayers import attention_spec, latent_spec, mlp_spec
 
@@ -59,11 +69,37 @@ class CenteredNorm(nn.Cell):
         self.add.shard(((1,), ()))
 
 
-def make_norm(norm: nn.Cell, offset: float) -> nn.Cell:
-    """Returns a norm that adds `offset` to its weights."""
+class LayerNorm(nn.Cell):
+    """The norm of x without its mean, plus a bias if there is one (Ba et al. 2016, section 3)."""
+
+    def __init__(self, norm: nn.Cell) -> None:
+        super().__init__()
+        self.norm = norm
+        self.mean = MeanExt()
+        self.subtract = P.Sub()
+        self.add_bias = P.Add()
+        self.cast = P.Cast()
+
+    def construct(self, x_ND: Tensor, weight_D: Tensor, bias_D: Tensor | None = None) -> Tensor:
+        """Returns the normed x in the dtype of the norm."""
+        y_ND = self.norm(self.subtract(x_ND, self.mean(x_ND, (-1,), True)), weight_D)
+        if bias_D is None:
+            return y_ND
+        return self.add_bias(y_ND, self.cast(bias_D, y_ND.dtype))
+
+
+def make_norm(norm: nn.Cell, offset: float, centers: bool = False) -> nn.Cell:
+    """Returns a norm that adds `offset` to its weights, or a LayerNorm."""
+    if centers:
+        return LayerNorm(norm)
     if offset:
         return CenteredNorm(norm, offset)
     return norm
+
+
+def norm_arguments(names: Sequence[str], weight: str) -> tuple[int, ...]:
+    """Returns the places, among the arguments of a block, of a norm's weight and bias."""
+    return tuple(names.index(name) for name in (weight, norm_bias(weight)) if name in names)
 
 
 class SublayerOutput(nn.Cell):
@@ -123,9 +159,8 @@ class AttentionLayer(nn.Cell):
         self.norms_rotated = spec.norms_rotated
         self.head_size = spec.head_size
         self.has_pre_norm = spec.pre_norm
-        if self.has_pre_norm:
-            self.norm_weight = names.index("input_layernorm.weight")
-        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset)
+        self.norm_weights = norm_arguments(names, INPUT_NORM)
+        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset, spec.centers_norms)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.query, self.key, self.value = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "qkv")
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
@@ -181,7 +216,7 @@ class AttentionLayer(nn.Cell):
         """Returns the input of the projections, of all tokens where tensor-parallel ranks share the heads."""
         y_ND = x_ND
         if self.has_pre_norm:
-            y_ND = self.norm(x_ND, weights[self.norm_weight])
+            y_ND = self.norm(x_ND, *[weights[place] for place in self.norm_weights])
         if self.column_parallel_input is None:
             return y_ND
         return self.column_parallel_input(y_ND)
@@ -251,9 +286,8 @@ class MlpLayer(nn.Cell):
         names = block_names(settings)
         spec = mlp_spec(settings)
         self.has_pre_norm = spec.pre_norm
-        if self.has_pre_norm:
-            self.norm_weight = names.index("post_attention_layernorm.weight")
-        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset)
+        self.norm_weights = norm_arguments(names, MLP_NORM)
+        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset, spec.centers_norms)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.has_gate = spec.has_gate
         *inner, output = spec.matrices
@@ -270,7 +304,7 @@ class MlpLayer(nn.Cell):
     def construct(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         y_ND = x_ND
         if self.has_pre_norm:
-            y_ND = self.norm(x_ND, weights[self.norm_weight])
+            y_ND = self.norm(x_ND, *[weights[place] for place in self.norm_weights])
         if self.column_parallel_input is not None:
             y_ND = self.column_parallel_input(y_ND)
         if self.has_gate:
@@ -407,7 +441,7 @@ class EmbeddingMapping(nn.Cell):
 
 
 class HeadInput(nn.Cell):
-    """The input of the output projection: (x_ND, norm_E[, mapping_ED]) -> normed x, [N, E].
+    """The input of the output projection: (x_ND, norm_E[, mapping_ED[, bias_E]]) -> normed x, [N, E].
 
     E is the width of the embedding: D, unless a matrix maps the residual stream to another width.
     """
@@ -416,17 +450,22 @@ class HeadInput(nn.Cell):
         super().__init__()
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
-        self.norm = make_norm(norm, settings.norm_offset)
+        self.norm = make_norm(norm, settings.norm_offset, settings.centers_norms)
         self.maps = settings.maps_embedding
         self.mapping = EmbeddingMapping(kernels)
         self.factor = 1 / settings.logits_scaling
         self.scale = P.Mul()
 
-    def construct(self, x_ND: Tensor, norm_E: Tensor, mapping_ED: Tensor | None = None) -> Tensor:
+    def construct(
+        self, x_ND: Tensor, norm_E: Tensor, mapping_ED: Tensor | None = None, bias_E: Tensor | None = None
+    ) -> Tensor:
         x_NE = x_ND
         if self.maps:
             x_NE = self.mapping(x_ND, mapping_ED)
-        y_NE = self.norm(x_NE, norm_E)
+        if bias_E is None:
+            y_NE = self.norm(x_NE, norm_E)
+        else:
+            y_NE = self.norm(x_NE, norm_E, bias_E)
         if self.factor != 1:
             y_NE = self.scale(y_NE, self.factor)  # logits are linear in it
         if self.column_parallel_input is None:
@@ -443,7 +482,8 @@ class HeadInput(nn.Cell):
 class Head(nn.Cell):
     """Final norm, output projection and cross entropy: (x_ND, norm_E, weight_VE, labels_N, valid_N1) -> loss sum.
 
-    `mapping_ED`, the last argument, is there where `HeadInput` needs it; E is the width that it describes.
+    `mapping_ED` and `bias_E`, the last arguments, are there where `HeadInput` needs them; E is the width that it
+    describes.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
@@ -456,9 +496,9 @@ class Head(nn.Cell):
 
     def construct(
         self, x_ND: Tensor, norm_E: Tensor, weight_VE: Tensor, labels_N: Tensor, valid_N1: Tensor,
-        mapping_ED: Tensor | None = None,
+        mapping_ED: Tensor | None = None, bias_E: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return self.cross_entropy(self.normed(x_ND, norm_E, mapping_ED), weight_VE, labels_N, valid_N1)
+        return self.cross_entropy(self.normed(x_ND, norm_E, mapping_ED, bias_E), weight_VE, labels_N, valid_N1)
 
 
 class MtpMerge(nn.Cell):

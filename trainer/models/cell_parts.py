@@ -33,6 +33,7 @@ from trainer.models.spec.names import (
     HEAD,
     MAPPING_IN,
     MAPPING_OUT,
+    norm_bias,
     sublayer_of,
 )
 from trainer.models.spec.shapes import (
@@ -92,7 +93,8 @@ class CellParts:
         layers = range(len(self.spec.layers))
         self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in layers]
         self.adapter_masks = AdapterMasks(settings, kernels, dropout)
-        self.embedding, self.final_norm = map(weights.main_params.get, (EMBEDDING, FINAL_NORM))
+        outer = (EMBEDDING, FINAL_NORM, norm_bias(FINAL_NORM))
+        self.embedding, self.final_norm, self.final_bias = map(weights.main_params.get, outer)
         self.head_weight = weights.get(EMBEDDING if self.spec.tied else HEAD)
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.unrotated_block = self.block
@@ -116,8 +118,12 @@ class CellParts:
             self.merge = Differentiable(MtpMerge(settings, kernels), compiled).plain
 
     def _head_loss(self, compiled: Compiled, part: VocabShard | None) -> Callable:
-        """Returns the function (x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
-        weights = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}  # by argument number after x_ND
+        """Returns the function (x_ND, norm, weight, labels, valid, mapping, norm's bias) -> sum of token losses.
+
+        The last two may be left out.
+        """
+        # By argument number after x_ND.
+        weights = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out, 5: self.final_bias}
         frozen = {argnum for argnum, weight in weights.items() if weight is not None and not weight.requires_grad}
         if _module(HEAD) in self.spec.adapters:
             frozen.discard(1)  # the adapter has its gradient from that of the merged matrix
@@ -126,15 +132,15 @@ class CellParts:
         compiles = partial(compile_cell, compiled=compiled)
         cap = self.settings.final_logit_softcapping
         loss = self.kernels.chunked_loss(compiles, trained=1 not in frozen, shard=part, cap=cap)
-        # The norm takes arguments 0 and 4 of the head.
-        argnums = tuple(norm_argnum for norm_argnum, argnum in enumerate((0, 4)) if argnum in frozen)
+        # The norm takes arguments 0, 4 and 5 of the head.
+        argnums = tuple(norm_argnum for norm_argnum, argnum in enumerate((0, 4, 5)) if argnum in frozen)
         normed = Differentiable(self.head.normed, compiled).stop_gradients_at(argnums)
 
         def head_loss(
-            x_ND: Tensor, norm_E: Tensor, weight_VE: Tensor, labels_N: Tensor, valid_N1: Tensor, *mapping: Tensor
+            x_ND: Tensor, norm_E: Tensor, weight_VE: Tensor, labels_N: Tensor, valid_N1: Tensor, *others: Tensor | None
         ) -> Tensor:
             """Returns the sum of the losses over the loss tokens."""
-            return loss(normed(x_ND, norm_E, *mapping), weight_VE, labels_N, valid_N1)
+            return loss(normed(x_ND, norm_E, *others), weight_VE, labels_N, valid_N1)
 
         return head_loss
 
@@ -238,7 +244,9 @@ class CellParts:
             labels = call.inputs.mtp[number - 1]
         matrix_VE = self._with_adapter(HEAD, self.head_weight)
         arguments = [_view(self.norms[number]), matrix_VE, labels.labels_N, labels.valid_N1]
-        if self.mapping_out is not None:
+        if self.final_bias is not None:
+            arguments += [_view(self.mapping_out), _view(self.final_bias)]
+        elif self.mapping_out is not None:
             arguments.append(_view(self.mapping_out))
         loss = self.head_loss(x_ND, *arguments)
         if call.observer is not None:
@@ -298,7 +306,7 @@ class CellParts:
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
-        normed_NE = self.head.normed(x_ND, self.final_norm, self.mapping_out)
+        normed_NE = self.head.normed(x_ND, self.final_norm, self.mapping_out, self.final_bias)
         matrix_VE = self._with_adapter(HEAD, self.head_weight)
         logits_NV = self.head_product(normed_NE, matrix_VE).astype(mstype.float32)
         if self.head.cap is not None:
@@ -409,5 +417,7 @@ def _module(weight: str) -> str:
     return weight.removesuffix(".weight")
 
 
-def _view(parameter: Parameter) -> Tensor:
+def _view(parameter: Parameter | None) -> Tensor | None:
+    if parameter is None:
+        return None
     return parameter.view(parameter.shape)

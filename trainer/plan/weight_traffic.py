@@ -18,7 +18,7 @@ from trainer.config.checks.parallel import (
 from trainer.config.recompute import recomputed_parts
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert, norm_bias
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import SHARD_GROUPS, SUM_GROUPS, ModelLayout, SumGroup
@@ -221,6 +221,7 @@ def _gathered_weights(
         MAPPING_IN: lookups * (1 + looks_up),
         MAPPING_OUT: 2 * heads,
         FINAL_NORM: 2 * (1 + (modules > 0)),  # of the head, and of what enters the first module
+        norm_bias(FINAL_NORM): 2,
     }
     uses[spec.head] = uses.get(spec.head, 0) + 2 * heads
     for name, size in shared.sizes.items():

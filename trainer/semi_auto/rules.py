@@ -213,6 +213,7 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
         yield problem(config, "model.model_config.window_rope_theta", rule, "set parallel.parallel_mode to 0")
     for name, is_used in (
         ("attention_sinks", settings.attention_sinks), ("gated_linear_unit", not settings.gated_linear_unit),
+        ("normalization", settings.centers_norms),
     ):  # fmt: skip
         if is_used:
             yield problem(config, f"model.model_config.{name}", _NOT_YET, "set parallel.parallel_mode to 0")

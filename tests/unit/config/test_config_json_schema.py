@@ -47,7 +47,9 @@ TYPES = {
 CHECKED = {"$ref", "anyOf", "oneOf", "type", "enum", "const", "properties", "additionalProperties", "required", "items"}
 CHECKED |= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems", "minLength"}
 CHECKED |= {"propertyNames"}
-SPOKEN = {"title", "description", "default", "$defs", "$schema", "x-aliases", "x-support", "x-reason", "x-fix"}
+SPOKEN = {
+    "title", "description", "default", "$defs", "$schema", "x-aliases", "x-beside", "x-support", "x-reason", "x-fix",
+}  # fmt: skip
 
 
 def complaints(value: Any, rule: Any, path: str = "") -> list[str]:

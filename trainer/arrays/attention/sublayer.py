@@ -51,7 +51,7 @@ class HeadProjections:
         self.cap = spec.score_cap
         norm = None
         if spec.pre_norm:
-            norm = CpuRmsNorm(spec.hidden, spec.eps)
+            norm = CpuRmsNorm(spec.hidden, spec.eps, spec.centers_norms)
         self.input = NormedInput(norm, INPUT_NORM, scratch, tensor)
         names = [f"self_attn.{name}_proj" for name in "qkv"]
         self.linears = [CpuLinear(name, spec.adapters.get(name)) for name in names]

@@ -30,6 +30,7 @@ from trainer.arrays.stored import StoredMatrix, rows_of
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm, shared_product, soft_cap
 from trainer.arrays.vocabulary.head_adapter import LORA_A, LORA_B, HeadAdapter
+from trainer.models.spec.names import norm_bias
 from trainer.models.spec.saved import HEAD_ROWS, logit_rows
 from trainer.parallel.sharding import shard_range
 
@@ -51,8 +52,8 @@ _SMALL_GRADIENTS = np.float32(1024)  # gradients of logits are below 1: in float
 class FusedLinearCrossEntropy:
     """Computes the sum over the loss tokens of logsumexp(logits) - logits[label].
 
-    The weights are "norm", "weight" [V, E], and "mapping" [E, D] where the head has another width than the residual
-    stream.
+    The weights are "norm", "norm.bias" of a LayerNorm, "weight" [V, E], and "mapping" [E, D] where the head has another
+    width than the residual stream.
 
     Args:
         width: E.
@@ -61,17 +62,18 @@ class FusedLinearCrossEntropy:
         scale: Factor on the logits, which multiplies the normed rows.
         cap: Logits x become cap * tanh(x / cap); None: they stay.
         adapter: That of the projection, whose weights are "lora_A" [R, E] and "lora_B" [V, R]; not with `tensor`.
+        centers: The norm is LayerNorm.
     """
 
     def __init__(
         self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0,
-        scale: float = 1.0, cap: float | None = None, adapter: AdapterSpec | None = None,
+        scale: float = 1.0, cap: float | None = None, adapter: AdapterSpec | None = None, *, centers: bool = False,
     ) -> None:  # fmt: skip
         self.adapter = adapter
         self.cap = cap
         self.scale = np.float32(scale)
         self.mapping = CpuLinear("mapping", weight="mapping")
-        self.norm = CpuRmsNorm(width, eps)
+        self.norm = CpuRmsNorm(width, eps, centers)
         self.width = width
         self.scratch = scratch
         self.tensor = tensor
@@ -87,7 +89,8 @@ class FusedLinearCrossEntropy:
         def compute(tile: Tile) -> None:
             """Maps and normalizes the rows of a tile."""
             z_nE = self._mapped(call, x_nD[tile.rows], tile)
-            self.norm(z_nE, call.weights["norm"], self.norm.scales(z_nE), y_nE[tile.rows])
+            bias_E = call.weights.get(norm_bias("norm"))
+            self.norm(z_nE, call.weights["norm"], self.norm.scales(z_nE), y_nE[tile.rows], bias_E)
             if self.scale != 1:
                 y_nE[tile.rows] *= self.scale
 

@@ -48,8 +48,8 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
     if config.model.classifier is not None:
         rule = f"only an {CLASSIFIER} has it, and {_CLASS} is {config.model.arch.type}"
         yield problem(config, "model.classifier", rule, f"write {_CLASS}: {CLASSIFIER}, or remove it", value="...")
-    for rules in (_sizes, _contradictions, _positions, _attention, _initial_values, adapter_problems, _family,
-                  _sparse_layers, _vocabulary, _precision, recompute_problems, qk_clip_problems):  # fmt: skip
+    for rules in (_sizes, _contradictions, _positions, _attention, _initial_values, adapter_problems,
+                  _family, _sparse_layers, _vocabulary, _precision, recompute_problems, qk_clip_problems):  # fmt: skip
         yield from rules(config)
 
 
@@ -131,6 +131,8 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
                 yield problem(config, f"{_KEY}.{name}", rule.rule, rule.fix)
     if config.decoder.experts is not None and config.decoder.activation != "silu":
         yield problem(config, f"{_KEY}.hidden_act", "not yet supported with experts", "use another model")
+    if config.decoder.experts is not None and config.decoder.centers_norms:
+        yield problem(config, f"{_KEY}.normalization", "not yet supported with experts", "use another model")
     if not config.decoder.gated_linear_unit and config.decoder.activation == "silu":
         rule = "not yet supported with hidden_act silu, only with gelu_pytorch_tanh"
         yield problem(config, f"{_KEY}.gated_linear_unit", rule, "use another model")

@@ -83,6 +83,7 @@ class RopeScaling(Section):
         return 0.1 * weight * math.log(self.factor) + 1.0
 
 
+_NO_LAYER_NORM = Beside("centers_norms", False, "not yet supported with normalization LayerNorm", "use another model")
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Sizes that only multi-head latent attention has."""
 
@@ -119,7 +120,8 @@ class ModelConfig(Section):
         None, "Width of a head. Default null: hidden_size / num_heads.", ge=1, le=WIDTH, aliases="kv_channels")
     multi_latent_attention: bool = setting(
         False, "Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads are projected from"
-        " one vector of kv_lora_rank numbers per token. n_kv_heads and head_dim then have no effect.")
+        " one vector of kv_lora_rank numbers per token. n_kv_heads and head_dim then have no effect.",
+        beside=_NO_LAYER_NORM)
     q_lora_rank: int | None = setting(
         None, "multi_latent_attention: width of the latent vector of queries. Default null: queries are projected from"
         " the residual stream, by q_proj.", ge=1, le=WIDTH)
@@ -197,14 +199,20 @@ class ModelConfig(Section):
     logits_scaling: float = setting(1.0, "Divisor of the logits (Granite).", gt=0)
     final_logit_softcapping: float | None = setting(
         None, "Softcapping of the logits x: cap * tanh(x / cap) (Gemma-2). Default null: none.", gt=0)
+    normalization: Literal["RMSNorm", "FusedRMSNorm", "LayerNorm"] = setting(
+        "RMSNorm", "Kind of the norms: RMSNorm, under both of its names, or LayerNorm, which subtracts the mean of a"
+        " row first.", fix="use a model with one of these")
+    norm_has_bias: bool = setting(True, "normalization LayerNorm: norms have a bias. False: none (Cohere).")
     rms_norm_eps: float = setting(
-        1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
+        1e-6, "Added to the mean square in a norm.", gt=0,
+        aliases="layernorm_epsilon layer_norm_epsilon layer_norm_eps norm_epsilon")
     layernorm_zero_centered_gamma: bool = setting(
         False, "RMSNorm multiplies by 1 + weight (Gemma).", aliases="zero_centered_gamma",
         beside=(
             Beside("experts", False, "not yet supported with experts"),
             Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"),
             Beside("mtp_depth", False, "not yet supported with multi-token prediction modules"),
+            _NO_LAYER_NORM,
         ))
     rope_theta: float = setting(
         10000.0, "Base of the rotary frequencies.", gt=0, aliases="theta rotary_base rotary_emb_base")
@@ -228,7 +236,7 @@ class ModelConfig(Section):
         None, "Bias on the output of the feed-forward layer and of each expert. Default null: mlp_has_bias.")
     use_qk_norm: bool = setting(
         False, "RMSNorm on query and key of each head (Qwen3). With multi_latent_attention on its latent vectors, and"
-        " True by default.", aliases="qk_layernorm qk_norm")
+        " True by default.", aliases="qk_layernorm qk_norm", beside=_NO_LAYER_NORM)
     qk_norm_all_heads: bool = setting(
         False, "use_qk_norm: one RMSNorm over all heads of the query, and one over those of the key (OLMo), instead of"
         " one over each head.",
@@ -242,10 +250,11 @@ class ModelConfig(Section):
         beside=Beside("norms_every_input", True, "not yet supported with experts or multi_latent_attention"))
     post_self_attn_layernorm: bool = setting(
         False, "RMSNorm on the output of attention (GLM-4).",
-        beside=Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"))
+        beside=(Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"),
+                _NO_LAYER_NORM))
     post_mlp_layernorm: bool = setting(
         False, "RMSNorm on the output of the feed-forward layer (GLM-4).",
-        beside=Beside("experts", False, "not yet supported with experts"))
+        beside=(Beside("experts", False, "not yet supported with experts"), _NO_LAYER_NORM))
     tie_word_embeddings: bool = setting(False, "One matrix for embedding and head.")
     num_labels: Literal[1] | None = setting(
         None, "1: a reward model, whose head gives a score instead of logits; loss.type reward sets it. Default null: a"
@@ -298,7 +307,8 @@ class ModelConfig(Section):
     moe_config: MoEConfig | None = setting(None, "Mixture of experts. Default null: dense.")
     mtp_depth: int = setting(
         0, "Modules that each predict one token further (DeepSeek-V3, section 2.2).", ge=0, le=LAYERS,
-        aliases="mtp_num_layers num_nextn_predict_layers num_mtp_layers")
+        aliases="mtp_num_layers num_nextn_predict_layers num_mtp_layers",
+        beside=_NO_LAYER_NORM._replace(value=0))
     mtp_loss_factor: float = setting(
         0.3, "Weight of the mean of their losses.", ge=0, aliases="mtp_loss_scaling_factor")
     offset: Layer | list[Layer] | list[list[Layer]] = setting(
@@ -366,6 +376,11 @@ class ModelConfig(Section):
         if self.hidden_act == "gelu_pytorch_tanh":
             return "gelu_pytorch_tanh"
         return "silu"
+
+    @property
+    def centers_norms(self) -> bool:
+        """Returns whether norms subtract the mean of a row first: LayerNorm."""
+        return self.normalization == "LayerNorm"
 
     @property
     def norm_offset(self) -> float:

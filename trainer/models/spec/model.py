@@ -10,7 +10,7 @@ Legend: D hidden, H query heads, K key/value heads, d head size, F width of a fe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -25,6 +25,7 @@ from trainer.models.spec.names import (
     UNGATED_MLP,
     adapter_names,
     layer_prefix,
+    norm_bias,
 )
 from trainer.parallel.sharding import shard_range
 
@@ -67,6 +68,15 @@ class ParameterSpec(NamedTuple):
         shape = list(self.shape)
         shape[dimension] //= shards
         return self._replace(shape=tuple(shape))
+
+
+def norm_parameters(
+    name: str, size: int, has_bias: bool = False, sharding: Sharding = "replicated"
+) -> Iterator[ParameterSpec]:
+    """Yields the weight of a norm, by its name, and its bias."""
+    yield ParameterSpec(name, (size,), sharding, "ones", "norm")
+    if has_bias:
+        yield ParameterSpec(norm_bias(name), (size,), sharding, "zeros", "bias")
 
 
 class AdapterSpec(NamedTuple):
@@ -128,6 +138,7 @@ class AttentionSpec:
         output_dropout: Dropout rate of the output, before it is added to the residual stream.
         output_scale: Factor on the output, after norm and dropout.
         norm_offset: Added to the weights of the norms: 1 where these are zero-centered, else 0.
+        centers_norms: The norms are LayerNorm instead of RMSNorm.
         adapters: By the name of the matrix, for example "self_attn.q_proj".
     """
 
@@ -153,6 +164,7 @@ class AttentionSpec:
     output_dropout: float = 0.0
     output_scale: float = 1.0
     norm_offset: float = 0.0
+    centers_norms: bool = False
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     def local(self, ranks: int) -> AttentionSpec:
@@ -212,7 +224,8 @@ class MlpSpec:
     Attributes:
         has_gate: There is a W_gate.
         is_gelu: The activation is GELU in its approximation by tanh, instead of silu.
-        pre_norm, post_norm, eps, output_dropout, output_scale, norm_offset, adapters: As in `AttentionSpec`.
+        pre_norm, post_norm, eps, output_dropout, output_scale, norm_offset, centers_norms, adapters: As in
+            `AttentionSpec`.
     """
 
     hidden: int
@@ -223,6 +236,7 @@ class MlpSpec:
     output_dropout: float = 0.0
     output_scale: float = 1.0
     norm_offset: float = 0.0
+    centers_norms: bool = False
     is_gelu: bool = False
     has_gate: bool = True
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
@@ -329,7 +343,8 @@ class ModelSpec:
         embedding: Width of the embedding and of the head; `hidden` unless matrices map between the two.
         layers: The layers; the last `mtp_modules` are those of the MTP modules. Equal layers are one object.
         eps: Epsilon of the norm before the head and of the norms of the MTP modules.
-        norm_offset: As in `AttentionSpec`, of the norm before the head.
+        norm_offset, centers_norms: As in `AttentionSpec`, of the norm before the head.
+        norm_bias: Norms have a bias.
         tied: The head is the embedding.
         has_score: The head gives a score instead of logits.
         maps_embedding: A matrix maps the embedding to the residual stream, another one the residual stream to the head.
@@ -344,6 +359,8 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     mtp_modules: int = 0
     norm_offset: float = 0.0
+    centers_norms: bool = False
+    norm_bias: bool = False
     tied: bool = False
     has_score: bool = False
     maps_embedding: bool = False
@@ -420,7 +437,7 @@ class ModelSpec:
             specs += self.layer_parameters(layer).values()
         if self.maps_embedding:
             specs.append(ParameterSpec(MAPPING_OUT, (self.embedding, self.hidden)))
-        specs.append(ParameterSpec(FINAL_NORM, (self.embedding,), init="ones", role="norm"))
+        specs += norm_parameters(FINAL_NORM, self.embedding, self.norm_bias)
         if self.has_score:
             specs.append(ParameterSpec(SCORE, (1, self.embedding)))
         elif not self.tied:

@@ -52,6 +52,11 @@ LAYERS = "model.layers."
 """How the full names of all parameters of layers begin."""
 
 
+def norm_bias(weight: str) -> str:
+    """Returns the name of a norm's bias, which only LayerNorm has, by that of its weight."""
+    return weight.removesuffix(".weight") + ".bias"
+
+
 def layer_prefix(layer: int) -> str:
     """Returns the prefix of the full names of a layer's parameters."""
     return f"{LAYERS}{layer}."

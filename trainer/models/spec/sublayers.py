@@ -15,12 +15,15 @@ from trainer.models.spec.model import (
     MoeSpec,
     ParameterSpec,
     Sharding,
+    norm_parameters,
 )
 from trainer.models.spec.names import (
     EXPERT_BIAS,
     EXPERT_DOWN_BIAS,
     EXPERT_GATE_BIAS,
     EXPERT_UP_BIAS,
+    INPUT_NORM,
+    MLP_NORM,
     POST_ATTENTION_NORM,
     POST_MLP_NORM,
     ROUTER,
@@ -49,6 +52,11 @@ def latent_spec(settings: ModelConfig) -> LatentSpec | None:
         rope_size=settings.qk_rope_head_dim,
         normed=settings.use_qk_norm,
     )
+
+
+def has_norm_bias(settings: ModelConfig) -> bool:
+    """Returns whether the norms of the residual stream have a bias."""
+    return settings.centers_norms and settings.norm_has_bias
 
 
 def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = MappingProxyType({})) -> AttentionSpec:
@@ -86,6 +94,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         output_dropout=settings.hidden_dropout,
         output_scale=settings.residual_multiplier,
         norm_offset=settings.norm_offset,
+        centers_norms=settings.centers_norms,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "attention"},
     )
 
@@ -116,6 +125,7 @@ def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -
         output_dropout=settings.hidden_dropout,
         output_scale=settings.residual_multiplier,
         norm_offset=settings.norm_offset,
+        centers_norms=settings.centers_norms,
         is_gelu=settings.activation != "silu",
         has_gate=settings.gated_linear_unit,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
@@ -161,9 +171,9 @@ def attention_parameters(settings: ModelConfig) -> list[ParameterSpec]:
 def mlp_parameters(settings: ModelConfig) -> list[ParameterSpec]:
     """Returns the parameters of the feed-forward sublayer of a dense layer, norm first, without adapters."""
     spec = mlp_spec(settings)
-    parameters = []
+    parameters: list[ParameterSpec] = []
     if spec.pre_norm:
-        parameters.append(_norm("post_attention_layernorm.weight", spec.hidden))
+        parameters += norm_parameters(MLP_NORM, spec.hidden, has_norm_bias(settings))
     *inner, output = spec.matrices
     for name in inner:
         parameters += _linear(name, spec.width, spec.hidden, settings.mlp_has_bias, "column")
@@ -217,7 +227,7 @@ def _grouped_attention_parameters(settings: ModelConfig, spec: AttentionSpec) ->
     queries = spec.heads * spec.head_size
     keys = spec.kv_heads * spec.head_size
     if spec.pre_norm:
-        yield _norm("input_layernorm.weight", hidden)
+        yield from norm_parameters(INPUT_NORM, hidden, has_norm_bias(settings))
     yield from _linear("self_attn.q_proj", queries, hidden, settings.qkv_has_bias, "column")
     yield from _linear("self_attn.k_proj", keys, hidden, settings.qkv_has_bias, "kv_column")
     yield from _linear("self_attn.v_proj", keys, hidden, settings.qkv_has_bias, "kv_column")
