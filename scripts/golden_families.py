@@ -46,6 +46,10 @@ DEEPSEEK_V2 = {
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.707,
                      "mscale_all_dim": 0.707},
 }
+FEW: dict[str, Any] = {
+    "num_hidden_layers": 1, "vocab_size": 31, "tie_word_embeddings": True, "pad_token_id": None,
+}  # fmt: skip
+"""One layer and few tokens: the golden files together have a limit."""
 FAMILY_CASES = {
     "smollm3": family(
         "a layer without rotary positions", "smollm3", {"no_rope_layers": [0, 1], "pad_token_id": None},
@@ -188,6 +192,14 @@ FAMILY_CASES = {
          "rope_scaling": {"rope_type": "dynamic", "alpha": 30.0, "factor": 1.0}},
         {"alpha": Removal({"rope_scaling": None}), "biases": Removal(neutral={"_proj.bias": 0.0}),
          "norms": Removal(neutral={"query_layernorm.weight": 1.0, "key_layernorm.weight": 1.0})},
+    ),
+    "starcoder2": family(
+        "LayerNorm with biases, a feed-forward layer without a gate, biases in every matrix, a window, a tied head",
+        "starcoder2", FEW | {"norm_epsilon": 1e-3, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 5},
+        {"window": Removal({"sliding_window": None}),
+         "biases of matrices": Removal(neutral={"_proj.bias": 0.0, "c_fc.bias": 0.0}),
+         "biases of norms": Removal(neutral={"norm.bias": 0.0}),
+         "GELU": Removal({"hidden_act": "silu"})},
     ),
     "deepseek_v2": family(
         "a softmax router with groups, a dense first layer, latent queries and yarn", "deepseek_v2", DEEPSEEK_V2,

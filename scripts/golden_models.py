@@ -176,7 +176,10 @@ def forward(model: torch.nn.Module, batch: dict[str, np.ndarray]) -> torch.Tenso
         return model(input_ids=torch.from_numpy(batch["input_ids"]).long()).logits
     masks: Any = attention_mask(batch)
     if window:
-        masks = {"full_attention": masks, "sliding_attention": attention_mask(batch, window)}
+        windowed = attention_mask(batch, window)
+        masks = {"full_attention": masks, "sliding_attention": windowed}
+        if getattr(model.config, "layer_types", None) is None:  # every layer has the window
+            masks = windowed
     return model(input_ids=torch.from_numpy(batch["input_ids"]).long(), attention_mask=masks,
                  position_ids=torch.from_numpy(batch["positions"]).long()).logits
 

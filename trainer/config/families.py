@@ -153,6 +153,20 @@ FAMILIES = {
         },
         windows="other", has_output_bias=True,
     ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2",
+        {key: value for key, value in _ALL.items() if key != "rms_norm_eps"} | {
+            "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+            "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096, "initializer_range": 0.018042, "norm_epsilon": 1e-5,
+            "tie_word_embeddings": True, "sliding_window": None, "residual_dropout": 0.0, "use_bias": True,
+        },
+        {
+            "normalization": "LayerNorm", "gated_linear_unit": False, "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True, "use_bias": True,
+        },
+        windows="every",
+    ),
     "GraniteForCausalLM": Family("granite", _GRANITE | {"mlp_bias": False}, has_output_bias=True),
     "Olmo2ForCausalLM": Family(
         "olmo2",
@@ -352,7 +366,6 @@ FAMILIES = {
             "num_key_value_heads": 2, "head_dim": 128,
         },
         _ERNIE_MODEL,
-        written={"use_bias": lambda settings: False},  # of every matrix
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         "ernie4_5_moe",
@@ -364,7 +377,6 @@ FAMILIES = {
         },
         _ERNIE_MODEL, {"topk_method": "noaux_tc", "moe_norm_min": 1e-12},
         written={
-            "use_bias": lambda settings: False,
             "moe_num_shared_experts": shared_experts,
             "moe_layer_start_index": lambda settings: settings.moe_layers[0],
             "moe_layer_end_index": lambda settings: settings.moe_layers[-1],

@@ -24,6 +24,7 @@ _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "use_sliding_window": lambda s: False,
     "sliding_window": lambda s: s.sliding_window if s.window_layers else None,
     "mlp_down_has_bias": lambda s: s.down_has_bias,
+    "use_bias": lambda s: s.mlp_has_bias,
     "n_shared_experts": shared_experts,
     "moe_intermediate_size": lambda s: s.expert_size,
     "shared_expert_intermediate_size": lambda s: s.shared_expert_size,

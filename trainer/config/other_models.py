@@ -17,7 +17,6 @@ OTHERS = {
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "qwen3_next": "some layers have linear attention",
     "stablelm": "norms are LayerNorm, and rotary positions turn a part of a head",
-    "starcoder2": "norms are LayerNorm, the feed-forward layer has no gate, and matrices have biases",
 }  # fmt: skip
 """Sentences about the differences between a Llama and other families, by model_type."""
 
@@ -70,7 +69,7 @@ _EFFECTS: dict[str, tuple[_HasNoEffect, str]] = {
     "use_bidirectional_attention": (_is_one_of(False, None), "attention to later tokens"),
     "attention_chunk_size": (_is_one_of(None), "attention within chunks"),
     "clip_qkv": (_is_one_of(None), "bounds on query, key and value"),
-    "use_bias": (_is_one_of(False, None), "biases in every matrix"),
+    "embedding_dropout": (_is_one_of(0, None), "dropout of the embeddings"),
     "use_parallel_residual": (_is_one_of(False, None), "attention and feed-forward layer side by side"),
     "parallel_attn": (_is_one_of(False, None), "attention and feed-forward layer side by side"),
     "alibi": (_is_one_of(False, None), "positions as a bias on the attention's scores"),

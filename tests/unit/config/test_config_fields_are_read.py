@@ -26,6 +26,7 @@ DERIVED = {
     "embedding_size": "maps_embedding",
     "layernorm_zero_centered_gamma": "norm_offset",
     "query_pre_attn_scalar": "softmax_scale",
+    "use_bias": "qkv_has_bias",
     "no_rope_layers": "unrotated_layers",
     "original_max_position_embeddings": "trained_length",
     "use_sliding_window": "has_window",

@@ -76,6 +76,14 @@ GEMMA2 = {
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "vocab_size": 256000,
 }  # fmt: skip
 """Gemma-2-2B."""
+STARCODER2 = {
+    "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "embedding_dropout": 0.0,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072, "intermediate_size": 12288,
+    "max_position_embeddings": 16384, "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24,
+    "num_hidden_layers": 30, "num_key_value_heads": 2, "rope_theta": 999999.4420358813, "sliding_window": 4096,
+    "use_bias": True, "mlp_type": "default", "vocab_size": 49152,
+}  # fmt: skip
+"""Starcoder2-3B."""
 GRANITE_MOE = {
     "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625,
     "embedding_multiplier": 12.0, "hidden_size": 1024, "intermediate_size": 512, "logits_scaling": 6.0,
@@ -118,9 +126,10 @@ HUNYUAN = {
         (GRANITE_MOE, "GraniteMoeForCausalLM", 1_334_628_352),
         (ERNIE_MOE, "Ernie4_5_MoeForCausalLM", 21_825_436_160),
         (HUNYUAN, "HunYuanDenseV1ForCausalLM", 7_504_568_320),
+        (STARCODER2, "Starcoder2ForCausalLM", 3_030_371_328),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
-         "Hunyuan"],
+         "Hunyuan", "Starcoder2"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -285,7 +285,10 @@ def test_an_evaluation_of_another_kind_is_left_out():
     assert config.eval_dataset is None and not config.do_eval
 
 
-WITHOUT_MTP = ("SmolLM3ForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+WITHOUT_MTP = (
+    "SmolLM3ForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+    *(kind for kind, family in FAMILIES.items() if family.model.get("normalization") == "LayerNorm"),
+)  # fmt: skip
 """Classes that are refused with multi-token prediction modules."""
 
 

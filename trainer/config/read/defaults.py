@@ -364,6 +364,10 @@ def _from_aliases(resolved: Resolved) -> None:
     if type(divisor) in (int, float) and 0 < divisor < math.inf:  # the schema refuses others
         del settings["query_pre_attn_scalar"]
         _set_default(resolved, f"{_MODEL}.softmax_scale", divisor**-0.5, f"{_MODEL}.query_pre_attn_scalar")
+    uses_bias = settings.get("use_bias")
+    for name in ("qkv_has_bias", "attn_proj_has_bias", "mlp_has_bias"):
+        if isinstance(uses_bias, bool):
+            _set_default(resolved, f"{_MODEL}.{name}", uses_bias, f"{_MODEL}.use_bias")
     because = f"{_MODEL}.mlp_has_bias"
     if settings.get("mlp_has_bias") is True and resolved.name_in_file(because) == "add_bias_linear":
         # Megatron-LM's key is about all matrices of a layer.

@@ -234,6 +234,9 @@ class ModelConfig(Section):
                       "leave it out, or write mlp_down_has_bias"))
     mlp_down_has_bias: bool | None = setting(
         None, "Bias on the output of the feed-forward layer and of each expert. Default null: mlp_has_bias.")
+    use_bias: bool | None = setting(
+        None, "Biases on every matrix of a layer (Starcoder2, ERNIE 4.5). Default null: qkv_has_bias,"
+        " attn_proj_has_bias and mlp_has_bias say which.")
     use_qk_norm: bool = setting(
         False, "RMSNorm on query and key of each head (Qwen3). With multi_latent_attention on its latent vectors, and"
         " True by default.", aliases="qk_layernorm qk_norm", beside=_NO_LAYER_NORM)
