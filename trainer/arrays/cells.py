@@ -199,14 +199,23 @@ class BlockPart:
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
         """Returns the residual stream after the layer."""
-        first = SublayerCall(call.weights, dropout=call.dropout, save=call.save, max_logits=call.max_logits)
+        is_parallel = self.mlp.spec.is_parallel
+        first = SublayerCall(
+            call.weights, dropout=call.dropout, save=call.save, max_logits=call.max_logits,
+            compute_output=call.compute_output or not is_parallel,
+        )  # fmt: skip
         middle_ND = self.attention.forward(first, x_ND, positions).asnumpy()
         second = SublayerCall(
             call.weights, dropout=call.dropout, save=call.save, compute_output=call.compute_output
         )
-        result = self.mlp.forward(second, middle_ND)
+        if is_parallel:
+            result = self.mlp.forward(second, x_ND, middle_ND)
+        else:
+            result = self.mlp.forward(second, middle_ND)
         if call.save:
-            call.saved |= {"attention": first.saved, "middle": middle_ND, "mlp": second.saved}
+            call.saved |= {"attention": first.saved, "mlp": second.saved}
+        if call.save and not is_parallel:
+            call.saved["middle"] = middle_ND
         return result
 
     def backward(
@@ -215,13 +224,22 @@ class BlockPart:
         """Returns the gradients of x and of the trained weights."""
         trained = call.gradients.trained
         part = SublayerCall(call.weights, dropout=call.dropout, saved=call.saved.pop("mlp"), trained=trained)
-        result, mlp_gradients = self.mlp.backward(part, call.saved.pop("middle"), grad_ND)
+        is_parallel = self.mlp.spec.is_parallel
+        if is_parallel:
+            of_mlp, mlp_gradients = self.mlp.backward(part, x_ND, grad_ND)
+        else:
+            of_mlp, mlp_gradients = self.mlp.backward(part, call.saved.pop("middle"), grad_ND)
+            grad_ND = of_mlp.asnumpy()
         # The next call frees the arrays that the feed-forward sublayer has saved.
         part = SublayerCall(
             call.weights, dropout=call.dropout, saved=call.saved.pop("attention"), trained=trained,
             input_gradient=call.input_gradient,
         )  # fmt: skip
-        result, attention_gradients = self.attention.backward(part, x_ND, positions, result.asnumpy())
+        result, attention_gradients = self.attention.backward(part, x_ND, positions, grad_ND)
+        if is_parallel:
+            result.asnumpy()[...] += of_mlp.asnumpy()
+        for name in mlp_gradients.keys() & attention_gradients.keys():  # of the norm that both take
+            attention_gradients[name].asnumpy()[...] += mlp_gradients[name].asnumpy()
         return result, mlp_gradients | attention_gradients
 
 

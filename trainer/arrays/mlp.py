@@ -15,7 +15,7 @@ from trainer.arrays.memory import empty
 from trainer.arrays.numpy_operators import Activation
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
 from trainer.arrays.tiles import CpuRmsNorm, gated, gated_gradient, ungated, ungated_gradient
-from trainer.models.spec.names import MLP_NORM, POST_MLP_NORM
+from trainer.models.spec.names import POST_MLP_NORM
 from trainer.models.spec.saved import mlp_saved
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ class CpuMlp:
         norm = None
         if is_sublayer and spec.pre_norm:
             norm = CpuRmsNorm(spec.hidden, spec.eps, spec.centers_norms)
-        self.input = NormedInput(norm, MLP_NORM, scratch, tensor, adds=is_sublayer)
+        # In a parallel block attention's gradient contains that of the residual stream.
+        adds = is_sublayer and not spec.is_parallel
+        self.input = NormedInput(norm, spec.norm_name, scratch, tensor, adds=adds)
         names = [prefix + name.removeprefix("mlp.") for name in spec.matrices]
         *inner, output = (CpuLinear(name, spec.adapters.get(name)) for name in names)
         # By the names of the arrays that are saved; without a gate there is "up" alone.
@@ -58,16 +60,23 @@ class CpuMlp:
             output, spec, scratch, tensor, norm_name=POST_MLP_NORM, site="mlp_output", adds=is_sublayer
         )
 
-    def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Tensor:
-        """Returns the residual stream after the sublayer, or for shared experts their output, [N, D]."""
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, stream_ND: np.ndarray | None = None) -> Tensor:
+        """Returns the residual stream after the sublayer, or for shared experts their output, [N, D].
+
+        In a parallel block it adds to `stream_ND`, what attention leaves, instead of x.
+        """
+        if stream_ND is None:
+            stream_ND = x_ND
         result, out_ND = empty(*x_ND.shape)
         dtype = call.weights[self.output.linear.weight].dtype
         tokens = self._begin(call, x_ND, dtype)
-        self.scratch.run(tokens, lambda tile: self.compute(call, x_ND, out_ND, tile))
-        self.output.end_forward(call, x_ND, out_ND)
+        self.scratch.run(tokens, lambda tile: self.compute(call, x_ND, stream_ND, out_ND, tile))
+        self.output.end_forward(call, stream_ND, out_ND)
         return result
 
-    def compute(self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
+    def compute(
+        self, call: SublayerCall, x_ND: np.ndarray, stream_ND: np.ndarray, out_ND: np.ndarray, tile: Tile
+    ) -> None:
         """Computes a tile; after all tiles the caller calls `SublayerOutput.end_forward`."""
         dtype = call.weights[self.output.linear.weight].dtype
         width = self.spec.width
@@ -85,14 +94,18 @@ class CpuMlp:
             gated(arrays[0], arrays[1], inner_nF, tile, self.activation)
         else:
             ungated(arrays[0], inner_nF, tile)
-        self.output.forward(call, x_ND, tile.cast(inner_nF, dtype), out_ND, tile)
+        self.output.forward(call, stream_ND, tile.cast(inner_nF, dtype), out_ND, tile)
 
-    def predict(self, call: SublayerCall, x_ND: np.ndarray, thread: int) -> np.ndarray:
-        """Returns the residual stream after the sublayer for few tokens."""
+    def predict(
+        self, call: SublayerCall, x_ND: np.ndarray, thread: int, stream_ND: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Returns the residual stream after the sublayer for few tokens; arguments as in `forward`."""
+        if stream_ND is None:
+            stream_ND = x_ND
         out_ND = np.empty_like(x_ND)
         self.output.begin_forward(call, x_ND, len(x_ND))
-        self.compute(call, x_ND, out_ND, self.scratch.tile(slice(0, len(x_ND)), thread))
-        self.output.end_forward(call, x_ND, out_ND)
+        self.compute(call, x_ND, stream_ND, out_ND, self.scratch.tile(slice(0, len(x_ND)), thread))
+        self.output.end_forward(call, stream_ND, out_ND)
         return out_ND
 
     def _begin(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> int:

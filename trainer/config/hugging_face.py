@@ -187,6 +187,8 @@ _FACTS = (
     _Fact(lambda s: (s.activation,), "another activation"),
     _Fact(lambda s: not s.gated_linear_unit, "a feed-forward layer without a gate", "a gate in the feed-forward layer"),
     _Fact(lambda s: (s.centers_norms, has_norm_bias(s)), "norms of another kind"),
+    _Fact(lambda s: s.parallel_attn, "attention and feed-forward layer side by side",
+          "a feed-forward layer behind the attention"),
     _Fact(lambda s: s.norm_offset, "norms with zero-centered weights", "norms without zero-centered weights"),
     _Fact(lambda s: (s.embedding_multiplier, s.residual_multiplier, s.logits_scaling),
           "factors on embeddings, sublayers or logits"),

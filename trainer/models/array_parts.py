@@ -448,8 +448,11 @@ class ArrayParts:
             if has_window:
                 rotation_N1h = call.tables[-1]
             tile = self.scratch.tile(rows, thread)
-            x_ND = attention.predict(weights, x_ND, rotation_N1h, layer, call.cache, mask, tile)
-            x_ND = mlp.predict(weights, x_ND, thread)
+            stream_ND = attention.predict(weights, x_ND, rotation_N1h, layer, call.cache, mask, tile)
+            if isinstance(mlp, CpuMlp) and mlp.spec.is_parallel:
+                x_ND = mlp.predict(weights, x_ND, thread, stream_ND)
+            else:
+                x_ND = mlp.predict(weights, stream_ND, thread)
         return x_ND
 
     def predict_logits(self, x_ND: np.ndarray, ends_B: np.ndarray) -> np.ndarray:

@@ -29,7 +29,6 @@ from trainer.models.latent_attention import LatentAttentionLayer
 from trainer.models.projection import Projection
 from trainer.models.spec.names import (  # noqa: F401
     INPUT_NORM,
-    MLP_NORM,
     MTP_NORM,
     MTP_WEIGHTS,
     POST_ATTENTION_NORM,
@@ -286,7 +285,7 @@ class MlpLayer(nn.Cell):
         names = block_names(settings)
         spec = mlp_spec(settings)
         self.has_pre_norm = spec.pre_norm
-        self.norm_weights = norm_arguments(names, MLP_NORM)
+        self.norm_weights = norm_arguments(names, spec.norm_name)
         self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset, spec.centers_norms)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.has_gate = spec.has_gate
@@ -359,6 +358,7 @@ class Block(nn.Cell):
             self.drop_attention = kernels.dropout(settings.hidden_dropout)
         if self.has_mlp:
             self.mlp = MlpLayer(settings, kernels, tensor)
+            self.is_parallel = settings.parallel_attn
             self.add_mlp = P.Add()
             self.drop_mlp = kernels.dropout(settings.hidden_dropout)
 
@@ -367,6 +367,7 @@ class Block(nn.Cell):
         more_mask: Tensor | None, drop_scores: Tensor | None, drop_attention: Tensor | None, drop_mlp: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:  # fmt: skip
+        input_ND = x_ND
         if self.has_attention:
             masks = (mask, more_mask)
             added_ND = self.attention(x_ND, (q_cos, q_sin), (k_cos, k_sin), masks, drop_scores, weights)
@@ -374,7 +375,9 @@ class Block(nn.Cell):
                 added_ND = self.drop_attention(added_ND, drop_attention)
             x_ND = self.add_attention(x_ND, added_ND)
         if self.has_mlp:
-            added_ND = self.mlp(x_ND, weights)
+            if not self.is_parallel:
+                input_ND = x_ND
+            added_ND = self.mlp(input_ND, weights)
             if drop_mlp is not None:
                 added_ND = self.drop_mlp(added_ND, drop_mlp)
             x_ND = self.add_mlp(x_ND, added_ND)

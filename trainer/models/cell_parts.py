@@ -352,10 +352,13 @@ class CellParts:
             q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
             cached = call.cache.update(layer, new)
             mask = call.masks[has_window]
+            input_ND = x_ND
             x_ND = x_ND + attention.attend_over_cache(self.kernels.cached_attention, q_NC, cached, mask, weights)
             experts = self.layers[layer].get("experts")
             if isinstance(experts, MoeFunction):
                 x_ND = experts(x_ND)[0]
+            elif self.settings.parallel_attn:
+                x_ND = x_ND + self.block.mlp(input_ND, weights)
             else:
                 x_ND = x_ND + self.block.mlp(x_ND, weights)
         return x_ND

@@ -189,7 +189,9 @@ class ActivationMemory:
         spec = layer.mlp
         if not isinstance(spec, MlpSpec):
             return self._experts(spec)
-        kept = self.stream + self._bytes(mlp_saved(spec, self.shares_rows))
+        kept = self._bytes(mlp_saved(spec, self.shares_rows))
+        if not spec.is_parallel:  # attention keeps the input of both
+            kept += self.stream
         return SublayerBytes(kept, self._dense_working(spec, layer) + self.narrow * spec.width * self.rows["tokens"])
 
     def _experts(self, spec: MoeSpec) -> SublayerBytes:

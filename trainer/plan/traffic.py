@@ -276,12 +276,14 @@ def _tensor_calls(layer: LayerSpec, sizes: MessageSizes, passes: LayerPasses) ->
     """Yields the tensor-parallel calls of a layer: one before the first matrices of a sublayer and one after the last.
     """
     sublayers = [("attention", layer.attention.gathered_width, layer.attention.post_norm)]
+    is_alone = True  # attention, whose output the feed-forward layer does not take in the same graph
     if isinstance(layer.mlp, MlpSpec):
+        is_alone = layer.mlp.is_parallel
         sublayers.append(("mlp", layer.mlp.hidden, layer.mlp.post_norm))
     for sublayer, width, has_norm in sublayers:
         again = passes.is_recomputed(sublayer)
         # No gradient needs the result of what is computed again, unless something else in the same graph does.
-        goes_on = sublayer == "attention" and passes.part == "block" and not layer.is_moe
+        goes_on = sublayer == "attention" and passes.part == "block" and not is_alone
         leaves_again = again and (goes_on or has_norm or not passes.compiled)
         yield from _enter(sizes, "layers", width, 1 + again, passes.backward)
         yield from _leave(sizes, "layers", layer.attention.hidden, 1 + leaves_again, passes.backward)

@@ -11,7 +11,7 @@ from trainer.config.checks.qk_clip import qk_clip_problems
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import PART_KEYS, level_dtype
-from trainer.config.recompute import recompute_problems
+from trainer.config.recompute import recompute_problems, recomputed_parts
 from trainer.config.schema.data import IMAGES, TokenizerConfig
 from trainer.config.schema.fields import beside_of
 from trainer.config.schema.model import LATENT_SIZES, ModelConfig, RopeScaling, window_layer_types
@@ -49,7 +49,8 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
         rule = f"only an {CLASSIFIER} has it, and {_CLASS} is {config.model.arch.type}"
         yield problem(config, "model.classifier", rule, f"write {_CLASS}: {CLASSIFIER}, or remove it", value="...")
     for rules in (_sizes, _contradictions, _positions, _attention, _initial_values, adapter_problems,
-                  _family, _sparse_layers, _vocabulary, _precision, recompute_problems, qk_clip_problems):  # fmt: skip
+                  _family, _sparse_layers, _vocabulary, _precision, recompute_problems, _parallel_blocks,
+                  qk_clip_problems):  # fmt: skip
         yield from rules(config)
 
 
@@ -136,6 +137,15 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
     if not config.decoder.gated_linear_unit and config.decoder.activation == "silu":
         rule = "not yet supported with hidden_act silu, only with gelu_pytorch_tanh"
         yield problem(config, f"{_KEY}.gated_linear_unit", rule, "use another model")
+
+
+def _parallel_blocks(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for recomputation of a sublayer where both are side by side."""
+    if not config.decoder.parallel_attn or any(recompute_problems(config)):
+        return
+    if not {"", "block"}.issuperset(recomputed_parts(config)):
+        rule = "not yet supported with parallel_attn, where attention and feed-forward layer are one part"
+        yield problem(config, "recompute_config.select_recompute", rule, "write recompute: True, for whole blocks")
 
 
 def _divisor(number: int, near: int) -> int:

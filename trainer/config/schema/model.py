@@ -234,6 +234,11 @@ class ModelConfig(Section):
                       "leave it out, or write mlp_down_has_bias"))
     mlp_down_has_bias: bool | None = setting(
         None, "Bias on the output of the feed-forward layer and of each expert. Default null: mlp_has_bias.")
+    parallel_attn: bool = setting(
+        False, "Attention and feed-forward layer side by side: both take the norm of a layer's input, and both of their"
+        " outputs are added to this input (Cohere).",
+        beside=Beside("norms_every_input", False, "not yet supported with experts or multi_latent_attention",
+                      "use another model"))
     use_bias: bool | None = setting(
         None, "Biases on every matrix of a layer (Starcoder2, ERNIE 4.5). Default null: qkv_has_bias,"
         " attn_proj_has_bias and mlp_has_bias say which.")

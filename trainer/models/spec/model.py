@@ -19,8 +19,10 @@ from trainer.models.spec.names import (
     FINAL_NORM,
     GATED_MLP,
     HEAD,
+    INPUT_NORM,
     MAPPING_IN,
     MAPPING_OUT,
+    MLP_NORM,
     SCORE,
     UNGATED_MLP,
     adapter_names,
@@ -223,6 +225,7 @@ class MlpSpec:
 
     Attributes:
         has_gate: There is a W_gate.
+        is_parallel: It takes what attention takes, the norm of the layer's input, and adds to what attention leaves.
         is_gelu: The activation is GELU in its approximation by tanh, instead of silu.
         pre_norm, post_norm, eps, output_dropout, output_scale, norm_offset, centers_norms, adapters: As in
             `AttentionSpec`.
@@ -239,12 +242,20 @@ class MlpSpec:
     centers_norms: bool = False
     is_gelu: bool = False
     has_gate: bool = True
+    is_parallel: bool = False
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     @property
     def changes_output(self) -> bool:
         """Returns whether the output is normed, dropped or scaled before it is added to the residual stream."""
         return self.post_norm or self.output_dropout > 0 or self.output_scale != 1
+
+    @property
+    def norm_name(self) -> str:
+        """Returns the name, within the layer, of the weight of the norm before the sublayer."""
+        if self.is_parallel:
+            return INPUT_NORM
+        return MLP_NORM
 
     @property
     def matrices(self) -> tuple[str, ...]:

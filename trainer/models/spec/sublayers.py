@@ -128,6 +128,7 @@ def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -
         centers_norms=settings.centers_norms,
         is_gelu=settings.activation != "silu",
         has_gate=settings.gated_linear_unit,
+        is_parallel=settings.parallel_attn,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
     )
 
@@ -172,7 +173,7 @@ def mlp_parameters(settings: ModelConfig) -> list[ParameterSpec]:
     """Returns the parameters of the feed-forward sublayer of a dense layer, norm first, without adapters."""
     spec = mlp_spec(settings)
     parameters: list[ParameterSpec] = []
-    if spec.pre_norm:
+    if spec.pre_norm and not spec.is_parallel:
         parameters += norm_parameters(MLP_NORM, spec.hidden, has_norm_bias(settings))
     *inner, output = spec.matrices
     for name in inner:
