@@ -201,6 +201,14 @@ FAMILY_CASES = {
          "biases of norms": Removal(neutral={"norm.bias": 0.0}),
          "GELU": Removal({"hidden_act": "silu"})},
     ),
+    "cohere2": family(
+        "attention and feed-forward layer side by side behind a LayerNorm without bias, a window and rotary positions"
+        " of neighbouring numbers in one of two layers, a factor on the logits; a tied head", "cohere2",
+        FEW | {"layer_norm_eps": 1e-3, "logit_scale": 0.7, "rope_theta": 20.0, "num_hidden_layers": 2,
+               "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+        {"window": Removal({"layer_types": ["full_attention"] * 2}), "pairs": Removal({"rope_theta": 1e30}),
+         "scale": Removal({"logit_scale": 1.0})},
+    ),
     "deepseek_v2": family(
         "a softmax router with groups, a dense first layer, latent queries and yarn", "deepseek_v2", DEEPSEEK_V2,
         {

@@ -55,6 +55,10 @@ _QWEN = _ALL | {"use_sliding_window": False}
 _MISTRAL = _ALL | {
     "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
 }  # fmt: skip
+_OLMO_KEYS = _ALL | {
+    "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5, "attention_bias": False,
+}
 _OLMO = {
     "use_qk_norm": True, "qk_norm_all_heads": True, "input_norms": False, "post_self_attn_layernorm": True,
     "post_mlp_layernorm": True,
@@ -83,6 +87,22 @@ _ERNIE = {name: value for name, value in _ALL.items() if name != "attention_drop
 }
 _ERNIE_MODEL = {"rope_interleave": True, "tie_word_embeddings": True}
 
+_COHERE = {key: value for key, value in _ALL.items() if key != "rms_norm_eps"} | {
+    "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40,
+    "num_attention_heads": 64, "num_key_value_heads": None, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "attention_bias": False, "logit_scale": 0.0625,
+}
+_COHERE_MODEL = {
+    "normalization": "LayerNorm", "norm_has_bias": False, "parallel_attn": True, "rope_interleave": True,
+    "tie_word_embeddings": True, "logit_scale": 0.0625,
+}
+_GEMMA_TEXT = {key: value for key, value in _ALL.items() if key != "hidden_act"} | {
+    "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 _GEMMA = {
     "hidden_act": "gelu_pytorch_tanh", "layernorm_zero_centered_gamma": True, "tie_word_embeddings": True,
 }  # fmt: skip
@@ -167,22 +187,17 @@ FAMILIES = {
         },
         windows="every",
     ),
+    "Cohere2ForCausalLM": Family(
+        "cohere2", _COHERE | {"sliding_window": 4096}, _COHERE_MODEL | {"nope_without_window": True},
+        windows="listed", full_attention_period=4, has_output_bias=True,
+    ),
     "GraniteForCausalLM": Family("granite", _GRANITE | {"mlp_bias": False}, has_output_bias=True),
     "Olmo2ForCausalLM": Family(
-        "olmo2",
-        _ALL | {
-            "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None,
-            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
-        },
-        _OLMO, has_output_bias=True, tensor_names=_OLMO_NORMS,
+        "olmo2", _OLMO_KEYS, _OLMO, has_output_bias=True, tensor_names=_OLMO_NORMS
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3",
-        _ALL | {
-            "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None,
-            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False, "rope_theta": 500000.0,
-            "sliding_window": 4096,
-        },
+        _OLMO_KEYS | {"rope_theta": 500000.0, "sliding_window": 4096},
         _OLMO | {"window_rope_theta": 500000.0}, windows="listed", full_attention_period=4, has_output_bias=True,
         tensor_names=_OLMO_NORMS,
     ),
@@ -196,14 +211,7 @@ FAMILIES = {
         _GEMMA, scales_embeddings=True, has_output_bias=True,
     ),
     "Gemma2ForCausalLM": Family(
-        "gemma2",
-        {key: value for key, value in _ALL.items() if key != "hidden_act"} | {
-            "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
-            "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
-            "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        "gemma2", _GEMMA_TEXT,
         _GEMMA | {
             "post_self_attn_layernorm": True, "post_mlp_layernorm": True, "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
@@ -213,11 +221,8 @@ FAMILIES = {
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3_text",
-        {key: value for key, value in _ALL.items() if key != "hidden_act"} | {
-            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-            "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
-            "rope_theta": 1000000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        _GEMMA_TEXT | {
+            "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
             "attn_logit_softcapping": None, "final_logit_softcapping": None,
         },
         _GEMMA | {

@@ -190,7 +190,7 @@ _FACTS = (
     _Fact(lambda s: s.parallel_attn, "attention and feed-forward layer side by side",
           "a feed-forward layer behind the attention"),
     _Fact(lambda s: s.norm_offset, "norms with zero-centered weights", "norms without zero-centered weights"),
-    _Fact(lambda s: (s.embedding_multiplier, s.residual_multiplier, s.logits_scaling),
+    _Fact(lambda s: (s.embedding_multiplier, s.residual_multiplier, s.logits_factor),
           "factors on embeddings, sublayers or logits"),
     _Fact(lambda s: (attention_spec(s).post_norm, mlp_spec(s).post_norm), "other norms after the sublayers"),
     _Fact(lambda s: (s.input_norms,), "other norms before the sublayers"),

@@ -10,8 +10,6 @@ _HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
 
 OTHERS = {
     "cohere": "attention and feed-forward layer stand side by side, norms are LayerNorm, and logits are scaled",
-    "cohere2": "attention and feed-forward layer stand side by side, norms are LayerNorm, logits are scaled, and most"
-               " layers have a sliding window",
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
@@ -48,11 +46,6 @@ def _is_one_of(*neutral: Any) -> _HasNoEffect:
     return lambda value, settings: value in neutral
 
 
-def _is_usual_pattern(value: Any, settings: Mapping[str, Any]) -> bool:
-    """Returns whether layer_types says what this key would, or it is Gemma-3's usual number."""
-    return value in (None, 6) or settings.get("layer_types") is not None
-
-
 def _is_within_base(value: Any, settings: Mapping[str, Any]) -> bool:
     """Returns whether TeleChat2's training_seqlen is at most base_seqlen: beyond, its code changes the rotary base."""
     base = settings.get("base_seqlen", value)
@@ -60,18 +53,14 @@ def _is_within_base(value: Any, settings: Mapping[str, Any]) -> bool:
 
 
 _EFFECTS: dict[str, tuple[_HasNoEffect, str]] = {
-    "logit_scale": (_is_one_of(1, None), "a factor on the logits"),
     "scale_emb": (_is_one_of(1, None), "a factor on the embeddings"),
     "scale_depth": (_is_one_of(None), "a factor on each sublayer's output"),
     "dim_model_base": (_is_one_of(None), "a divisor of the logits"),
-    "_sliding_window_pattern": (_is_usual_pattern, "windows in other layers"),
-    "sliding_window_pattern": (_is_usual_pattern, "windows in other layers"),
     "use_bidirectional_attention": (_is_one_of(False, None), "attention to later tokens"),
     "attention_chunk_size": (_is_one_of(None), "attention within chunks"),
     "clip_qkv": (_is_one_of(None), "bounds on query, key and value"),
     "embedding_dropout": (_is_one_of(0, None), "dropout of the embeddings"),
     "use_parallel_residual": (_is_one_of(False, None), "attention and feed-forward layer side by side"),
-    "parallel_attn": (_is_one_of(False, None), "attention and feed-forward layer side by side"),
     "alibi": (_is_one_of(False, None), "positions as a bias on the attention's scores"),
     "training_seqlen": (_is_within_base, "rotary positions whose base grows with the length of a sequence"),
     "base_seqlen": (lambda value, settings: True, "the length from which training_seqlen counts"),

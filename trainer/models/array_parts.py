@@ -124,7 +124,7 @@ class ArrayParts:
         self.mapping = CpuMapping(self.scratch)
         self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
         self.head: FusedLinearCrossEntropy | ScoreHead = FusedLinearCrossEntropy(
-            self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, 1 / settings.logits_scaling,
+            self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, settings.logits_factor,
             settings.final_logit_softcapping, self.spec.adapters.get(head_name), centers=self.spec.centers_norms,
         )  # fmt: skip
         narrow = ["weight", "mapping"]

@@ -456,7 +456,7 @@ class HeadInput(nn.Cell):
         self.norm = make_norm(norm, settings.norm_offset, settings.centers_norms)
         self.maps = settings.maps_embedding
         self.mapping = EmbeddingMapping(kernels)
-        self.factor = 1 / settings.logits_scaling
+        self.factor = settings.logits_factor
         self.scale = P.Mul()
 
     def construct(

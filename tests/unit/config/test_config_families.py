@@ -53,10 +53,21 @@ def test_glm4_moe_has_a_sigmoid_router_with_a_bias_on_the_choice_and_half_of_a_h
 
 
 @pytest.mark.parametrize(
-    ("kind", "windows"), [("Gemma2ForCausalLM", (0, 2)), ("Olmo3ForCausalLM", (0, 1, 2))]
+    ("kind", "keys", "windows"),
+    [
+        ("Gemma2ForCausalLM", "", (0, 2)),
+        ("Olmo3ForCausalLM", "", (0, 1, 2)),
+        ("Cohere2ForCausalLM", "", (0, 1, 2)),
+        ("Cohere2ForCausalLM", ", sliding_window_pattern: 2", (0, 2)),
+    ],
 )
-def test_every_nth_layer_has_no_window_where_layer_types_is_left_out(kind: str, windows: tuple[int, ...]) -> None:
-    assert load(family(kind, "sliding_window: 8")).decoder.window_layers == windows
+def test_every_nth_layer_has_no_window_where_layer_types_is_left_out(
+    kind: str, keys: str, windows: tuple[int, ...]
+) -> None:
+    decoder = load(family(kind, f"sliding_window: 8{keys}")).decoder
+    assert decoder.window_layers == windows
+    if kind == "Cohere2ForCausalLM":
+        assert decoder.unrotated_layers == tuple(layer for layer in range(4) if layer not in windows)
 
 
 def test_olmo3_scales_positions_only_in_layers_without_a_window() -> None:

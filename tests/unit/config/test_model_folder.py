@@ -149,7 +149,7 @@ def test_experts_that_contradict_the_folder(tmp_path: Path) -> None:
         ('{"model_type": "hunyuan_v1_dense",\n "rope_scaling": {"type": "dynamic"}}', ["json:2: rope_scaling.type"]),
         ('{"model_type": "llama",\n "rope_scaling": {"mrope_section": [1]}}', ["rope_scaling.mrope_section"]),
         ('{"model_type": "mistral",\n "sliding_window": -1}', ["sliding_window = -1", "at least 0"]),
-        ('{"model_type": "llama",\n "logit_scale": 0.5}', ["config.json:2", "a factor on the logits"]),
+        ('{"model_type": "llama",\n "scale_emb": 0.5}', ["config.json:2", "a factor on the embeddings"]),
         ('{"model_type": "llama",\n "quantization_config": {"bits": 4}}', ["config.json:2", "quantization_config"]),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 TOLD = {
     "helium": "neighbouring numbers of a head",
-    "cohere": "norms are LayerNorm",
+    "qwen3_next": "some layers have linear attention",
 }  # fmt: skip
 
 
@@ -226,15 +226,12 @@ def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("cohere", ["logit_scale = 0.0625"]),
-    ],
-)  # fmt: skip
-def test_a_key_that_changes_the_numbers_is_never_left_out(tmp_path: Path, name: str, parts: list[str]) -> None:
-    message = error_of(key(folder_of(tmp_path, OTHERS[name]), AS_LLAMA))
-    for part in parts:
-        assert part in message
+    ("keys", "part"),
+    [({"scale_emb": 12.0}, "scale_emb = 12.0"), ({"embedding_dropout": 0.1}, "embedding_dropout = 0.1")],
+)
+def test_a_key_that_changes_the_numbers_is_never_left_out(tmp_path: Path, keys: dict[str, float], part: str) -> None:
+    message = error_of(key(folder_of(tmp_path, OTHERS["helium"] | keys), AS_LLAMA))
+    assert part in message
     assert "remove" not in message and "leave it out" not in message
 
 

@@ -84,6 +84,15 @@ STARCODER2 = {
     "use_bias": True, "mlp_type": "default", "vocab_size": 49152,
 }  # fmt: skip
 """Starcoder2-3B."""
+COHERE2 = {
+    "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "attention_bias": False, "head_dim": 128,
+    "hidden_size": 4096, "intermediate_size": 14336, "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25,
+    "max_position_embeddings": 8192, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "rope_theta": 50000,
+    "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4, "use_embedding_sharing": True,
+    "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": False, "vocab_size": 256000,
+}  # fmt: skip
+"""Command R7B."""
 GRANITE_MOE = {
     "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625,
     "embedding_multiplier": 12.0, "hidden_size": 1024, "intermediate_size": 512, "logits_scaling": 6.0,
@@ -127,9 +136,10 @@ HUNYUAN = {
         (ERNIE_MOE, "Ernie4_5_MoeForCausalLM", 21_825_436_160),
         (HUNYUAN, "HunYuanDenseV1ForCausalLM", 7_504_568_320),
         (STARCODER2, "Starcoder2ForCausalLM", 3_030_371_328),
+        (COHERE2, "Cohere2ForCausalLM", 8_028_033_024),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
-         "Hunyuan", "Starcoder2"],
+         "Hunyuan", "Starcoder2", "Command R7B"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -171,11 +171,14 @@ def _alternate_windows(resolved: Resolved, family: Family, because: str) -> None
     """Sets the layer_types that a family has where a model with a sliding window leaves them out."""
     settings = resolved.section(_MODEL)
     layers = settings.get("num_layers", ModelConfig.model_fields["num_layers"].default)
-    if not family.full_attention_period or not settings.get("sliding_window") or type(layers) is not int:
+    period = family.full_attention_period
+    if type(settings.get("sliding_window_pattern")) is int:
+        period = settings.pop("sliding_window_pattern")
+    if not period or not settings.get("sliding_window") or type(layers) is not int:
         return
     if settings.get("layer_types") is None and settings.get("use_sliding_window") is None:
         settings.pop("layer_types", None)
-        types = alternating_layer_types(layers, family.full_attention_period)
+        types = alternating_layer_types(layers, period)
         _set_default(resolved, f"{_MODEL}.layer_types", types, because)
 
 

@@ -60,7 +60,10 @@ _HARMLESS = frozenset(
     " qk_head_dim embd_pdrop eod_token_id".split()
 )
 """Keys that do not change what a model computes, or that other code checks."""
-_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_WINDOW_KEYS = (
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
+    "_sliding_window_pattern",
+)  # fmt: skip
 _FIX = "name a folder with config.json, as Hugging Face publishes it or `export` writes it"
 
 

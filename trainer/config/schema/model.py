@@ -164,6 +164,9 @@ class ModelConfig(Section):
         ge=0, le=LAYERS)
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = setting(
         None, "Attention of each layer: full_attention or sliding_attention. Default null: the other keys decide.")
+    sliding_window_pattern: int | None = setting(
+        None, "Every Nth layer has no sliding window, where layer_types is left out (Cohere2, Gemma-3). Default null:"
+        " as in the class.", ge=1, le=LAYERS, aliases="_sliding_window_pattern")
     window_size: list[WindowSide] | None = setting(
         None, "MindSpore Transformers' sliding window: the tokens before and after the current one that attention sees;"
         " [W, 0] is sliding_window W + 1, and -1 is no limit. Default null: sliding_window decides.",
@@ -181,6 +184,8 @@ class ModelConfig(Section):
     no_rope_layers: list[Literal[0, 1]] | None = setting(
         None, "SmolLM3's nope_layers: for each layer 1, or 0 if it has no rotary positions. Default null: nope_layers"
         " decides.")
+    nope_without_window: bool = setting(
+        False, "Layers without a sliding window have no rotary positions (Cohere2), unless nope_layers says which.")
     softmax_scale: float | None = setting(
         None, "Factor on the scores of attention. Default null: 1 / sqrt(width of a head), with yarn and"
         " multi_latent_attention times the square of its mscale.", gt=0, aliases="attention_multiplier")
@@ -197,6 +202,7 @@ class ModelConfig(Section):
         1.0, "Factor on the output of each sublayer, before it is added to the residual stream (Granite).", gt=0,
         beside=Beside("multi_latent_attention", 1.0, "not yet supported with multi_latent_attention"))
     logits_scaling: float = setting(1.0, "Divisor of the logits (Granite).", gt=0)
+    logit_scale: float = setting(1.0, "Factor on the logits (Cohere).", gt=0)
     final_logit_softcapping: float | None = setting(
         None, "Softcapping of the logits x: cap * tanh(x / cap) (Gemma-2). Default null: none.", gt=0)
     normalization: Literal["RMSNorm", "FusedRMSNorm", "LayerNorm"] = setting(
@@ -435,6 +441,8 @@ class ModelConfig(Section):
             return True
         if self.nope_layers is not None:
             return layer not in self.nope_layers
+        if self.nope_without_window:
+            return self.has_window(layer)
         return self.nope_layer_interval is None or (layer + 1) % self.nope_layer_interval != 0
 
     @property
@@ -461,6 +469,11 @@ class ModelConfig(Section):
             return False
         is_scaled = self.rope_scaling is not None and self.rope_scaling.rope_type != "default"
         return is_scaled or self.window_rope_theta != self.rope_base
+
+    @property
+    def logits_factor(self) -> float:
+        """Returns the factor on the logits, before their cap."""
+        return self.logit_scale / self.logits_scaling
 
     @property
     def rope_base(self) -> float:

@@ -74,7 +74,7 @@ SIZES = "model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size
         ("optimizer.matched_adamw_rms=0", "Fix: write a number above 0, for example 0.2; matched_adamw_rms: "),
         ("loss.beta=0", "Fix: write a number above 0, or leave it out; beta: "),
         ("context.mode=2", "Fix: write 0 or 1; mode: "),
-        ("model.arch.type=CohereForCausalLM", "Fix: use another model; unlike in a Llama, attention and feed-forward"),
+        ("model.arch.type=Qwen3NextForCausalLM", "Fix: use another model; unlike in a Llama, some layers have linear"),
     ],
 )
 def test_types_and_bounds(pair, rule):
