@@ -201,6 +201,13 @@ FAMILY_CASES = {
          "biases of norms": Removal(neutral={"norm.bias": 0.0}),
          "GELU": Removal({"hidden_act": "silu"})},
     ),
+    "cohere": family(
+        "attention and feed-forward layer side by side behind a LayerNorm without bias, neighbouring numbers of a head"
+        " rotated, a factor on the logits; a tied head", "cohere",
+        FEW | {"layer_norm_eps": 1e-3, "logit_scale": 0.7, "attention_bias": True, "rope_theta": 20.0},
+        {"scale": Removal({"logit_scale": 1.0}), "pairs": Removal({"rope_theta": 1e30}),
+         "biases": Removal(neutral={"_proj.bias": 0.0}), "norms": Removal(neutral={"norm.weight": 1.0})},
+    ),
     "cohere2": family(
         "attention and feed-forward layer side by side behind a LayerNorm without bias, a window and rotary positions"
         " of neighbouring numbers in one of two layers, a factor on the logits; a tied head", "cohere2",

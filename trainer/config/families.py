@@ -187,6 +187,9 @@ FAMILIES = {
         },
         windows="every",
     ),
+    "CohereForCausalLM": Family(
+        "cohere", _COHERE | {"rope_theta": 500000.0, "use_qk_norm": False}, _COHERE_MODEL, has_output_bias=True
+    ),
     "Cohere2ForCausalLM": Family(
         "cohere2", _COHERE | {"sliding_window": 4096}, _COHERE_MODEL | {"nope_without_window": True},
         windows="listed", full_attention_period=4, has_output_bias=True,

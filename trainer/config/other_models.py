@@ -9,7 +9,6 @@ _HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
 """Says of a key's value, and of all keys of the config.json, whether the key has no effect."""
 
 OTHERS = {
-    "cohere": "attention and feed-forward layer stand side by side, norms are LayerNorm, and logits are scaled",
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",

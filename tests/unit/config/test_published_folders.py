@@ -93,6 +93,13 @@ COHERE2 = {
     "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": False, "vocab_size": 256000,
 }  # fmt: skip
 """Command R7B."""
+COHERE = {
+    "architectures": ["CohereForCausalLM"], "model_type": "cohere", "attention_bias": False, "hidden_size": 8192,
+    "intermediate_size": 22528, "layer_norm_eps": 1e-05, "logit_scale": 0.0625, "max_position_embeddings": 8192,
+    "num_attention_heads": 64, "num_hidden_layers": 40, "num_key_value_heads": 64, "rope_theta": 8000000.0,
+    "vocab_size": 256000,
+}  # fmt: skip
+"""Command R."""
 GRANITE_MOE = {
     "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625,
     "embedding_multiplier": 12.0, "hidden_size": 1024, "intermediate_size": 512, "logits_scaling": 6.0,
@@ -137,9 +144,10 @@ HUNYUAN = {
         (HUNYUAN, "HunYuanDenseV1ForCausalLM", 7_504_568_320),
         (STARCODER2, "Starcoder2ForCausalLM", 3_030_371_328),
         (COHERE2, "Cohere2ForCausalLM", 8_028_033_024),
+        (COHERE, "CohereForCausalLM", 34_980_831_232),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
-         "Hunyuan", "Starcoder2", "Command R7B"],
+         "Hunyuan", "Starcoder2", "Command R7B", "Command R"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int
