@@ -151,6 +151,22 @@ VARIANTS: dict[str, dict] = {
     "latent attention": LATENT,
     "further predictions": {"mtp_depth": 2},
     "mapped embedding": {"embedding_size": 8},
+    "LayerNorm, no gate": {
+        "normalization": "LayerNorm", "gated_linear_unit": False, "hidden_act": "gelu_pytorch_tanh",
+        "mlp_has_bias": True,
+    },
+    "side by side": {
+        "normalization": "LayerNorm", "norm_has_bias": False, "parallel_attn": True, "rope_interleave": True,
+        "logit_scale": 0.7,
+    },
+    "sinks and caps": {
+        "attention_sinks": True, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sliding_window": 5,
+    },
+    "GELU, zero-centered norms": {"hidden_act": "gelu_pytorch_tanh", "layernorm_zero_centered_gamma": True},
+    "factors": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.6},
+    "norms on outputs alone": {
+        "input_norms": False, "post_self_attn_layernorm": True, "post_mlp_layernorm": True, "num_layers": 1,
+    },
 }
 # float16 as in test_mixed_precision.py.
 NARROW = {"bfloat16": (U_BFLOAT16, GRADIENTS_BFLOAT16), "float16": (U_FLOAT16, GRADIENTS_FLOAT16)}
