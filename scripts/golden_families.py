@@ -155,7 +155,7 @@ FAMILY_CASES = {
     ),
     "seed_oss": family(
         "biases on query, key and value, heads wider than hidden / heads", "seed_oss",
-        {"head_dim": 10, "attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0,
+        {"vocab_size": 31, "head_dim": 10, "attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0,
          "pad_token_id": None},
         {"biases": Removal(neutral={".bias": 0.0})},
     ),

@@ -121,6 +121,15 @@ def load_model_case(name: str) -> ModelCase:
     )
 
 
+def load_peft_modules() -> dict[str, dict[str, list[int]]]:
+    """Returns the matrices of each family's layers that PEFT can adapt: full names -> [outputs, inputs]."""
+    stored = json.loads((GOLDEN_FOLDER / "peft_modules.json").read_text())["modules"]
+    return {
+        family: {f"model.layers.{n}.{name}": shape for n, layer in enumerate(layers) for name, shape in layer.items()}
+        for family, layers in stored.items()
+    }
+
+
 def load_adapter_case(name: str) -> AdapterCase:
     metadata, tensors = _read(name)
     return AdapterCase(

@@ -13,19 +13,22 @@ import mindspore
 import numpy as np
 import pytest
 from golden_decoder import GoldenDecoder, golden_decoder
-from golden_files import load_model_case
+from golden_files import load_model_case, load_peft_modules
 from mindspore import Tensor
 from numpy_kernels import distance
 from safetensors.numpy import load_file, save_file
 from tolerances import decoder_limits
 
-from trainer.checkpoint.adapters import merge_adapters
+from trainer.checkpoint.adapters import adapter_config, merge_adapters
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.config import Config, dump_config, parse_config
+from trainer.config.checks.notes import rule_notes
+from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import saved_class
 from trainer.data import Batch
 from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.names import is_buffer
+from trainer.models.spec.shapes import adapter_shapes
 from trainer.run.export import export
 from trainer.run.prepare import build_plan
 
@@ -131,6 +134,35 @@ class FamilyModel:
         limit = decoder_limits(adapted.model.settings, rows=len(self.case.input_ids)).loss
         assert distance(found, right) < limit
         assert distance(before, right) > 100 * limit
+
+    def check_modules_of_peft(self) -> None:
+        """PEFT adapts the same matrices for our adapter_config.json, with the same names and shapes.
+
+        The exceptions are matrices that are one in transformers, and those of dense layers beside experts: a note says
+        that PEFT cannot load them.
+        """
+        config = self.config(**ADAPTERS)
+        sides: dict[str, dict[str, int]] = {}
+        for name, shape in adapter_shapes(config.decoder).items():
+            module, _, factor = name.removesuffix(".weight").rpartition(".lora_")
+            sides.setdefault(module, {})[factor] = shape["BA".index(factor)]
+        told = "".join(rule_notes(config, "CPU"))
+        for pieces in FAMILIES[self.described["architectures"][0]].joined_tensors.values():
+            adapted = [name for name in sides if name.endswith(tuple(f".{piece}" for piece in pieces))]
+            last = " and ".join(piece.rpartition(".")[2] for piece in pieces)
+            assert (f"PEFT cannot load adapters of {last}," in told) == bool(adapted)
+            for name in adapted:
+                del sides[name]
+        in_dense_layers = [name for name in sides if ".mlp." in name and config.decoder.moe_layers]
+        assert ("which it takes for matrices of experts" in told) == bool(in_dense_layers)
+        for name in in_dense_layers:
+            del sides[name]
+        targets = adapter_config(config.decoder, "")["target_modules"]
+        theirs = {
+            name: shape for name, shape in load_peft_modules()[self.case.name].items()
+            if any(name == target or name.endswith(f".{target}") for target in targets)
+        }
+        assert {name: [factors["B"], factors["A"]] for name, factors in sides.items()} == theirs
 
     def decoder_with_adapters(self) -> GoldenDecoder:
         """Returns the model with new adapters on every matrix that can have one."""

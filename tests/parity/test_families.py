@@ -17,6 +17,11 @@ def test_a_folder_goes_in_and_out(name: str, tmp_path: Path) -> None:
     FamilyModel(name, tmp_path).check_weights()
 
 
+@FAMILIES
+def test_adapters_have_the_names_and_shapes_of_peft(name: str, tmp_path: Path) -> None:
+    FamilyModel(name, tmp_path).check_modules_of_peft()
+
+
 @MODES
 @FAMILIES
 def test_logits_loss_and_gradients_equal_hugging_face(name: str, mode: int, tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def _separate_adapters_notes(config: Config) -> Iterator[str]:
 
 
 def _peft_notes(config: Config) -> Iterator[str]:
-    """Yields a note for adapted matrices that are fused in transformers' class of the model."""
+    """Yields notes about adapted matrices that are fused in transformers' class, or that PEFT takes for experts."""
     decoder = config.decoder
     architecture = saved_class(decoder, config.model.arch.type)
     if not architecture:
@@ -299,6 +299,10 @@ def _peft_notes(config: Config) -> Iterator[str]:
             names = " and ".join(name.split(".")[-1] for name in matrices)
             yield (f"{TARGETS_KEY}: PEFT cannot load adapters of {names}, which are one matrix in transformers'"
                    f" {architecture}: `export --merge` writes the whole model")
+    dense = [name.split(".")[-1] for name in _adapted_names(decoder) if sublayer_of(name) == "mlp"]
+    if dense and decoder.moe_layers:
+        yield (f"{TARGETS_KEY}: PEFT 0.21 cannot load adapters of {', '.join(dense)}, which it takes for matrices of"
+               " experts in a model with experts: `export --merge` writes the whole model")
 
 
 def _adapted_names(decoder: ModelConfig) -> list[str]:
