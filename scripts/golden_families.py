@@ -52,7 +52,8 @@ FEW: dict[str, Any] = {
 """One layer and few tokens: the golden files together have a limit."""
 FAMILY_CASES = {
     "smollm3": family(
-        "a layer without rotary positions", "smollm3", {"no_rope_layers": [0, 1], "pad_token_id": None},
+        "a layer without rotary positions", "smollm3",
+        {"vocab_size": 31, "no_rope_layers": [0, 1], "pad_token_id": None},
         {"no rotary": Removal({"no_rope_layers": [1, 1]}), "rotary": Removal({"no_rope_layers": [0, 0]})},
     ),
     "olmo2": family(
@@ -116,7 +117,7 @@ FAMILY_CASES = {
     "granite": family(
         "four factors", "granite",
         {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7, "logits_scaling": 0.6,
-         "tie_word_embeddings": True},
+         "vocab_size": 31, "tie_word_embeddings": True},
         {name: Removal({name: 1.0}) for name in (
             "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")},
     ),
@@ -200,6 +201,14 @@ FAMILY_CASES = {
          "biases of matrices": Removal(neutral={"_proj.bias": 0.0, "c_fc.bias": 0.0}),
          "biases of norms": Removal(neutral={"norm.bias": 0.0}),
          "GELU": Removal({"hidden_act": "silu"})},
+    ),
+    "stablelm": family(
+        "LayerNorm with biases, biases on query, key and value, rotary positions on a part of a head; a tied head",
+        "stablelm", FEW | {"layer_norm_eps": 1e-3, "use_qkv_bias": True, "partial_rotary_factor": 0.7,
+                           "rope_theta": 20.0},
+        {"biases of matrices": Removal(neutral={"_proj.bias": 0.0}),
+         "biases of norms": Removal(neutral={"norm.bias": 0.0}),
+         "rotary on a part": Removal({"partial_rotary_factor": 1.0})},
     ),
     "cohere": family(
         "attention and feed-forward layer side by side behind a LayerNorm without bias, neighbouring numbers of a head"

@@ -45,6 +45,8 @@ _LATENT_NORMS = {
     "use_qk_norm": "has no norms on latent vectors unless qk_layernorm is True; here it has them: write qk_layernorm",
 }  # fmt: skip
 _DROPPED_WINDOWS = ("max_window_layers", "sliding_window", "use_sliding_window")
+_DROPPED_LAYERS = (*_DROPPED_WINDOWS, "layer_types")
+_QWEN_SOURCE = _CORE | {"pad_token_id": 151643}
 _ALL: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768,
@@ -87,7 +89,8 @@ _ERNIE = {name: value for name, value in _ALL.items() if name != "attention_drop
 }
 _ERNIE_MODEL = {"rope_interleave": True, "tie_word_embeddings": True}
 
-_COHERE = {key: value for key, value in _ALL.items() if key != "rms_norm_eps"} | {
+_LAYER_NORMS = {key: value for key, value in _ALL.items() if key != "rms_norm_eps"}
+_COHERE = _LAYER_NORMS | {
     "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40,
     "num_attention_heads": 64, "num_key_value_heads": None, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5,
     "tie_word_embeddings": True, "attention_bias": False, "logit_scale": 0.0625,
@@ -142,20 +145,12 @@ FAMILIES = {
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2", _QWEN, {"qkv_has_bias": True}, windows="listed",
-        source_classes=(
-            SourceClass(
-                "Qwen2Config", "qwen2", _CORE | {"pad_token_id": 151643}, (*_DROPPED_WINDOWS, "layer_types")
-            ),
-        ),
+        source_classes=(SourceClass("Qwen2Config", "qwen2", _QWEN_SOURCE, _DROPPED_LAYERS),),
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3", _QWEN | {"head_dim": 128, "attention_bias": False}, {"use_qk_norm": True},
         windows="listed", has_output_bias=True,
-        source_classes=(
-            SourceClass(
-                "Qwen3Config", "qwen3", _CORE | {"pad_token_id": 151643}, (*_DROPPED_WINDOWS, "layer_types")
-            ),
-        ),
+        source_classes=(SourceClass("Qwen3Config", "qwen3", _QWEN_SOURCE, _DROPPED_LAYERS),),
     ),
     "SmolLM3ForCausalLM": Family(
         "smollm3",
@@ -175,7 +170,7 @@ FAMILIES = {
     ),
     "Starcoder2ForCausalLM": Family(
         "starcoder2",
-        {key: value for key, value in _ALL.items() if key != "rms_norm_eps"} | {
+        _LAYER_NORMS | {
             "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
             "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
             "max_position_embeddings": 4096, "initializer_range": 0.018042, "norm_epsilon": 1e-5,
@@ -186,6 +181,15 @@ FAMILIES = {
             "tie_word_embeddings": True, "use_bias": True,
         },
         windows="every",
+    ),
+    "StableLmForCausalLM": Family(
+        "stablelm",
+        _LAYER_NORMS | {
+            "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "max_position_embeddings": 4096,
+            "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "use_qkv_bias": False, "qk_layernorm": False,
+            "hidden_dropout": 0.0,
+        },
+        {"normalization": "LayerNorm", "rotary_pct": 0.25},
     ),
     "CohereForCausalLM": Family(
         "cohere", _COHERE | {"rope_theta": 500000.0, "use_qk_norm": False}, _COHERE_MODEL, has_output_bias=True
@@ -456,7 +460,7 @@ FAMILIES = {
                     "max_position_embeddings": 4096, "hidden_dropout": 0.0, "initializer_range": 0.02,
                     "pad_token_id": 0,
                 },
-                (*_DROPPED_WINDOWS, "layer_types"),
+                _DROPPED_LAYERS,
             ),
         ),
         other_names=("ParallelTelechatForCausalLM", "Telechat2ForCausalLM"),
@@ -474,11 +478,7 @@ FAMILIES = {
             "out_proj_has_bias": False, "embedding_size": None, "layers_group": 1,
         },
         in_transformers=False, other_names=("Telechat3ForCausalLM",),
-        source_classes=(
-            SourceClass(
-                "TeleChat3Config", "telechat3", _CORE, (*_DROPPED_WINDOWS, "layer_types")
-            ),
-        ),
+        source_classes=(SourceClass("TeleChat3Config", "telechat3", _CORE, _DROPPED_LAYERS),),
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",

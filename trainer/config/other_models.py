@@ -13,7 +13,6 @@ OTHERS = {
                    " route tokens by a hash",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "qwen3_next": "some layers have linear attention",
-    "stablelm": "norms are LayerNorm, and rotary positions turn a part of a head",
 }  # fmt: skip
 """Sentences about the differences between a Llama and other families, by model_type."""
 

@@ -251,8 +251,8 @@ def test_values_that_change_nothing_load_and_keys_that_nobody_knows_do_not(tmp_p
 
 
 def test_names_of_two_families_are_an_error(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="stablelm")
-    assert "model_type = 'stablelm': this family is not known" in error_of(key(folder))
+    folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="helium")
+    assert "model_type = 'helium': this family is not known" in error_of(key(folder))
     assert "write model.arch.type: Qwen3ForCausalLM" in error_of(key(folder_of(tmp_path), AS_LLAMA))
     folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="llama")
     message = error_of(key(folder))

@@ -100,6 +100,14 @@ COHERE = {
     "vocab_size": 256000,
 }  # fmt: skip
 """Command R."""
+STABLELM = {
+    "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "attention_dropout": 0.0,
+    "hidden_act": "silu", "hidden_dropout": 0.0, "hidden_size": 2048, "intermediate_size": 5632,
+    "layer_norm_eps": 1e-05, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 24,
+    "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000,
+    "use_qkv_bias": True, "vocab_size": 100352,
+}  # fmt: skip
+"""StableLM-2-1.6B."""
 GRANITE_MOE = {
     "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625,
     "embedding_multiplier": 12.0, "hidden_size": 1024, "intermediate_size": 512, "logits_scaling": 6.0,
@@ -145,9 +153,10 @@ HUNYUAN = {
         (STARCODER2, "Starcoder2ForCausalLM", 3_030_371_328),
         (COHERE2, "Cohere2ForCausalLM", 8_028_033_024),
         (COHERE, "CohereForCausalLM", 34_980_831_232),
+        (STABLELM, "StableLmForCausalLM", 1_644_515_328),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
-         "Hunyuan", "Starcoder2", "Command R7B", "Command R"],
+         "Hunyuan", "Starcoder2", "Command R7B", "Command R", "StableLM-2"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -230,7 +230,7 @@ class ModelConfig(Section):
     qkv_has_bias: bool = setting(
         False, "Biases on query, key and value (Qwen2). As attention_bias it means what it means to Hugging Face's"
         " class: for Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well.",
-        aliases="attention_bias add_qkv_bias qkv_bias")
+        aliases="attention_bias add_qkv_bias qkv_bias use_qkv_bias")
     attn_proj_has_bias: bool = setting(
         False, "Bias on the attention's output.", aliases="out_proj_has_bias attention_out_bias")
     mlp_has_bias: bool = setting(
