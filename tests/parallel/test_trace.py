@@ -28,7 +28,7 @@ ALONE = [case for case in FAULT_CASES if case.layout == "alone"] + [
 ]
 ON_TWO = [case for case in FAULT_CASES if case.ranks == 2] + [
     case for case in CLEAN_CASES if case.layout in ("context", "experts") and case.dtype == "float32"
-]  # fmt: skip
+] + [Case("side by side", "rows")]  # fmt: skip
 TWO_STEPS = Case(seed=8, steps=2)
 PLAIN, PLAIN_ON_TWO = Case(seed=9), Case(layout="tensor", seed=9)
 SWAPPED_ON_TWO = Case(layout="tensor", seed=9, fault=Fault("swapped heads", 2, 1, "self_attn.o_proj.input"))

@@ -50,6 +50,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases": {"qkv_has_bias": True}, "tied": {"tie_word_embeddings": True}, "experts": {"moe_config": EXPERTS},
     "latent": LATENT,
 }  # fmt: skip
+COMPARED = tuple(MODELS)
+"""The models of `CLEAN_CASES`."""
+MODELS["side by side"] = {
+    "parallel_attn": True, "normalization": "LayerNorm", "gated_linear_unit": False, "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "data": (2, {"data_parallel": 2}),
@@ -342,7 +347,7 @@ FAULT_CASES: tuple[Case, ...] = (
 )
 """Twenty faults: each must be found in its layer, on its rank."""
 CLEAN_CASES: tuple[Case, ...] = (
-    *(Case(model, dtype="bfloat16", seed=seed) for model in MODELS for seed in (1, 2, 3)),
+    *(Case(model, dtype="bfloat16", seed=seed) for model in COMPARED for seed in (1, 2, 3)),
     *(Case(model, layout, seed=4) for model in ("dense", "norms", "window", "tied", "biases", "latent")
       for layout in ("eight", "eight in rows")),
     *(Case("dense", layout, seed=5) for layout in ("data", "tensor", "rows", "context", "pipeline")),

@@ -63,9 +63,11 @@ _DROPOUT = ("hidden_dropout", "attention_dropout")
 def with_sublayers(config: Config) -> Config:
     """Returns a configuration whose layers compute their sublayers one by one, so that each can be seen.
 
-    It recomputes the feed-forward sublayers, which changes no number.
+    It recomputes the feed-forward sublayers, which changes no number. Sublayers side by side stay one part.
     """
-    recomputed = RecomputeConfig(select_recompute=["mlp"])
+    recomputed = RecomputeConfig()
+    if not config.decoder.parallel_attn:
+        recomputed = RecomputeConfig(select_recompute=["mlp"])
     return config.model_copy(update={"recompute_config": recomputed, "recompute": False})
 
 
