@@ -42,7 +42,7 @@ LATENT = {
 }  # fmt: skip
 MODELS = {
     "dense": ("Qwen3ForCausalLM", DENSE), "experts": ("Qwen3MoeForCausalLM", EXPERTS),
-    "latent": ("DeepseekV3ForCausalLM", LATENT),
+    "latent": ("DeepseekV3ForCausalLM", LATENT), "side by side": ("CohereForCausalLM", DENSE),
 }  # fmt: skip
 
 
@@ -94,6 +94,11 @@ def test_the_best_layout_is_that_of_all_layouts_one_by_one(model: str, mode: int
     assert len(every) > 100
     assert any(layout.recomputed != "none" for _, layout in every)
     assert best.seconds == pytest.approx(min(seconds for seconds, _ in every), rel=FLOAT64_SUMS)
+
+
+def test_no_sublayer_alone_is_recomputed_where_both_are_side_by_side() -> None:
+    result = search_of(configuration("side by side", 0), 4, 240).run()
+    assert {each.layout.recomputed for each in result.candidates} == {"none", "1/4", "1/2", "3/4", "full"}
 
 
 @pytest.mark.parametrize(("model", "mode"), [("dense", 0), ("experts", 1), ("latent", 0)])

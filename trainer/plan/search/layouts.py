@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, zero_level
+from trainer.config.recompute import SUBLAYERS
 from trainer.config.stages import chunk_sizes, offset_rows
 from trainer.parallel.mesh import Degrees, divisors
 
@@ -71,6 +72,13 @@ def degrees_text(degrees: Degrees) -> str:
     }  # fmt: skip
     sizes = degrees._asdict()
     return " ".join(f"{short} {sizes[name]}" for name, short in names.items() if sizes[name] > 1 or short == "dp")
+
+
+def possible_recomputations(config: Config) -> tuple[str, ...]:
+    """Returns those of `RECOMPUTATIONS` that a model can have: no sublayer alone where both stand side by side."""
+    if not config.decoder.parallel_attn:
+        return RECOMPUTATIONS
+    return tuple(each for each in RECOMPUTATIONS if each not in SUBLAYERS)
 
 
 @dataclass

@@ -20,7 +20,6 @@ from trainer.plan.memory import decoder_facts, memory_estimate
 from trainer.plan.pipeline import pipeline_plan
 from trainer.plan.search.layouts import (
     LEVELS,
-    RECOMPUTATIONS,
     Layout,
     LayoutConfigs,
     Offset,
@@ -28,6 +27,7 @@ from trainer.plan.search.layouts import (
     balanced_offset,
     file_layout,
     layer_costs,
+    possible_recomputations,
     skeletons,
 )
 from trainer.plan.search.step_time import StepEstimator, StepTime
@@ -170,6 +170,7 @@ class LayoutSearch:
         self.estimator = StepEstimator(self.config, self.device, self.facts, self.rates)
         self._costs = layer_costs(*decoder_products(self.config))
         self._offsets: dict[tuple[int, int], list[Offset]] = {}
+        self._recomputations = possible_recomputations(self.config)
 
     def run(self) -> SearchResult:
         """Returns the ranked layouts.
@@ -191,7 +192,7 @@ class LayoutSearch:
         for skeleton in chosen:
             rule = self._rule_of_degrees(skeleton)
             for offset in self._offsets_of(skeleton):
-                count = len(RECOMPUTATIONS) * len(self._levels(skeleton))
+                count = len(self._recomputations) * len(self._levels(skeleton))
                 result.considered += count
                 if rule is not None:
                     result.broken[rule] += count
@@ -202,7 +203,7 @@ class LayoutSearch:
         groups.sort()
         for bound, _, skeleton, offset in groups[:most]:
             if bound >= result.worst_shown:
-                result.slower += len(RECOMPUTATIONS) * len(self._levels(skeleton))
+                result.slower += len(self._recomputations) * len(self._levels(skeleton))
                 continue
             self._search_levels(skeleton, offset, result)
         result.candidates.sort(key=lambda each: each.seconds)
@@ -216,7 +217,7 @@ class LayoutSearch:
     def _search_levels(self, skeleton: Skeleton, offset: Offset, result: SearchResult) -> None:
         """Adds the best layout of each optimizer level."""
         for level in self._levels(skeleton):
-            layouts = [self._layout(skeleton, offset, level, choice) for choice in RECOMPUTATIONS]
+            layouts = [self._layout(skeleton, offset, level, choice) for choice in self._recomputations]
             rules = [self._first_rule(layout) for layout in (layouts[0], layouts[-1])]
             if rules[0] is not None:
                 result.broken[rules[0]] += len(layouts)
