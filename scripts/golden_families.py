@@ -167,9 +167,9 @@ FAMILY_CASES = {
         {"biases": Removal(neutral={"o_proj.bias": 0.0, "down_proj.bias": 0.0})},
     ),
     "ernie4_5": family(
-        "neighbouring numbers of a head rotated, tied head", "ernie4_5",
-        {"head_dim": 6, "tie_word_embeddings": True, "pad_token_id": None, "use_bias": False},
-        {"pairs": Removal({"rope_theta": 1e30})},
+        "neighbouring numbers of a head rotated, biases on every matrix, tied head", "ernie4_5",
+        {"vocab_size": 31, "head_dim": 6, "tie_word_embeddings": True, "pad_token_id": None, "use_bias": True},
+        {"pairs": Removal({"rope_theta": 1e30}), "biases": Removal(neutral={"_proj.bias": 0.0})},
     ),
     "ernie4_5_moe": family(
         "neighbouring numbers of a head rotated, a softmax router with a bias, a least sum of its scores, dense layers"
