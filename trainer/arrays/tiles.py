@@ -172,7 +172,6 @@ def _few_rows_product(x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarra
 class CpuRmsNorm:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, equation 4).
 
-
     Args:
         centers: Subtracts the mean of a row from x first, and adds a bias if the model has one: LayerNorm (Ba et al.
             2016, section 3).

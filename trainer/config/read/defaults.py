@@ -364,7 +364,8 @@ def _from_aliases(resolved: Resolved) -> None:
         settings["n_kv_heads"] = None
     _from_rotated_layers(resolved)
     divisor = settings.get("query_pre_attn_scalar")
-    if type(divisor) in (int, float) and 0 < divisor < math.inf:  # the schema refuses others
+    # The schema refuses other values.
+    if isinstance(divisor, int | float) and type(divisor) is not bool and 0 < divisor < math.inf:
         del settings["query_pre_attn_scalar"]
         _set_default(resolved, f"{_MODEL}.softmax_scale", divisor**-0.5, f"{_MODEL}.query_pre_attn_scalar")
     uses_bias = settings.get("use_bias")
