@@ -24,9 +24,9 @@ class DistillationCase(NamedTuple):
 
 CASES = (
     DistillationCase("model_qwen3_packed", "model_llama", 2.0, 0.5),
-    DistillationCase("family_gemma2", "family_granite", 1.0, 0.9),
+    DistillationCase("family_gemma2", "family_granitemoe", 1.0, 0.9),
     DistillationCase("model_llama", "model_glm4", 4.0, 1.0),
-    DistillationCase("family_smollm3", "family_olmoe", 3.0, 0.7),
+    DistillationCase("family_olmo3", "family_olmoe", 3.0, 0.7),
 )
 """The student has packed documents; capped logits, and a teacher that scales its own; a prompt whose labels do not
 count; a teacher with experts."""
