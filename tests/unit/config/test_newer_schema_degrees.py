@@ -237,7 +237,7 @@ def test_a_plan_without_ranks_takes_the_fewest_with_enough_memory(keys: str, lim
     [
         ("", "4.6GB", "tensor_parallel: 4, sequence_parallel: true"),
         ("data_parallel_shard: 1", "4.6GB", "tensor_parallel: 4, sequence_parallel: true, data_parallel_shard: -1,"
-                                          " data_parallel_shard_strategy: optim_grads"),
+                                            " data_parallel_shard_strategy: optim_grads"),
         (TENSOR, "2GB", "tensor_parallel: 4"),
         ("", "1GB", ""),
     ],
