@@ -3,7 +3,7 @@
    Each number goes through vectors of one width, the last ones of a row filled up: its result does not depend on its
    place in a row or a tile. Sums of a row are taken lane by lane. Without -ffast-math NaN and infinity come through.
 
-   Sources: exp as in Cephes (Moshier 1989, expf.c); the others name theirs in operators.py. */
+   Sources: exp as in Cephes (Moshier 1989, expf.c); numpy_operators.py has the formulas of the others. */
 
 #include <math.h>
 #include <stdint.h>
