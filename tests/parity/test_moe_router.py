@@ -93,7 +93,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(
 
     def natively(x: np.ndarray, router: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the gradients of x, through the norm, and of the router."""
-        norm, native = CpuRmsNorm(HIDDEN, settings.rms_norm_eps), CpuRouter(settings.experts)
+        norm, native = CpuRmsNorm(settings.rms_norm_eps), CpuRouter(settings.experts)
         labels = labels_of(sequence_weights)
         y, scale = np.empty_like(x), norm.scales(x)
         norm(x, ones, scale, y)

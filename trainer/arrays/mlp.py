@@ -48,7 +48,7 @@ class CpuMlp:
         self.tensor = tensor
         norm = None
         if is_sublayer and spec.pre_norm:
-            norm = CpuRmsNorm(spec.hidden, spec.eps, spec.centers_norms)
+            norm = CpuRmsNorm(spec.eps, spec.centers_norms)
         # In a parallel block attention's gradient contains that of the residual stream.
         adds = is_sublayer and not spec.is_parallel
         self.input = NormedInput(norm, spec.norm_name, scratch, tensor, adds=adds)

@@ -177,8 +177,7 @@ class CpuRmsNorm:
             2016, section 3).
     """
 
-    def __init__(self, size: int, eps: float, centers: bool = False) -> None:
-        self.size = size
+    def __init__(self, eps: float, centers: bool = False) -> None:
         self.eps = np.float32(eps)
         self.centers = centers
 

@@ -56,10 +56,10 @@ class LatentProjections:
         self.head_size = spec.head_size
         self.rank = latent.key_value_rank
         self.scale = np.float32(spec.scale)
-        self.norm = CpuRmsNorm(spec.hidden, spec.eps)
+        self.norm = CpuRmsNorm(spec.eps)
         self.latent_norm: CpuRmsNorm | None = None
         if latent.normed:
-            self.latent_norm = CpuRmsNorm(self.rank, latent.eps)
+            self.latent_norm = CpuRmsNorm(latent.eps)
         self.query_norm: CpuRmsNorm | None = None
         self.has_query_latent = latent.query_rank is not None
         self.query_width = spec.hidden
@@ -68,7 +68,7 @@ class LatentProjections:
             self.query_width = latent.query_rank
             query_name = "self_attn.q_b_proj"
             if latent.normed:
-                self.query_norm = CpuRmsNorm(latent.query_rank, latent.eps)
+                self.query_norm = CpuRmsNorm(latent.eps)
 
         def linear(name: str) -> CpuLinear:
             """Returns the product with the weight of a projection, and with its adapter if it has one."""

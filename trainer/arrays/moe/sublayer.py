@@ -93,7 +93,7 @@ class CpuMoe:
         if tensor is not None and not tensor.sequence_parallel:
             self.row_ranks = tensor._replace(sequence_parallel=True)
         self.scale = np.float32(spec.output_scale)
-        self.norm = CpuRmsNorm(spec.hidden, spec.eps)
+        self.norm = CpuRmsNorm(spec.eps)
         self.router = CpuRouter(moe)
         clamp = None
         if spec.swiglu_limit is not None:

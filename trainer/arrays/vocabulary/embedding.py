@@ -176,7 +176,7 @@ class CpuMerge:
     """
 
     def __init__(self, hidden: int, eps: float, scratch: Scratch) -> None:
-        self.norm = CpuRmsNorm(hidden, eps)
+        self.norm = CpuRmsNorm(eps)
         self.hidden = hidden
         self.scratch = scratch
         self.linear = CpuLinear("eh_proj")

@@ -73,7 +73,7 @@ class FusedLinearCrossEntropy:
         self.cap = cap
         self.scale = np.float32(scale)
         self.mapping = CpuLinear("mapping", weight="mapping")
-        self.norm = CpuRmsNorm(width, eps, centers)
+        self.norm = CpuRmsNorm(eps, centers)
         self.width = width
         self.scratch = scratch
         self.tensor = tensor

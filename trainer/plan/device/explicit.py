@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.config.checks.parallel import micro_batches_per_step
 from trainer.models.spec.names import EMBEDDING, HEAD
 from trainer.parallel.sharding import BUCKET_BYTES
-from trainer.plan.device.layers import LayerMemory, function_buffers, layer_memory, number_width
+from trainer.plan.device.graph import number_width
+from trainer.plan.device.layers import LayerMemory, function_buffers, layer_memory
 from trainer.plan.division import micro_batch_tokens, passes_at_once
 
 if TYPE_CHECKING:

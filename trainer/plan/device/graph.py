@@ -86,6 +86,13 @@ class GraphMatrices(NamedTuple):
     ends: Mapping[str, int]
 
 
+def number_width(half: bool) -> int:
+    """Returns the bytes of a number in the dtype of the products."""
+    if half:
+        return 2
+    return _FLOAT32_BYTES
+
+
 def graph_memory(
     config: Config,
     degrees: Degrees,
@@ -104,9 +111,7 @@ def graph_memory(
     """
     settings = config.decoder
     share = degrees.model_parallel
-    width = _FLOAT32_BYTES
-    if half:
-        width = 2
+    width = number_width(half)
     tokens = config.runner_config.batch_size * settings.seq_length // degrees.context_parallel
     modules = facts.spec.mtp_modules
     again = facts.recomputed(config)
@@ -261,9 +266,7 @@ def _layer_sublayers(config: Config, layer: int, gathers: bool, half: bool, shar
         gathers: Whether the backward pass gathers the tokens before a product again.
     """
     settings = config.decoder
-    width = _FLOAT32_BYTES
-    if half:
-        width = 2
+    width = number_width(half)
     hidden = settings.hidden_size
     shared = 1
     if config.parallel_config.use_seq_parallel:
@@ -289,9 +292,7 @@ def _layer_sublayers(config: Config, layer: int, gathers: bool, half: bool, shar
 
 def _heads(settings: ModelConfig, half: bool) -> int:
     """Returns the bytes of queries, keys, values and results of all heads for a token."""
-    width = _FLOAT32_BYTES
-    if half:
-        width = 2
+    width = number_width(half)
     spec = attention_spec(settings)
     queries = spec.heads * spec.head_size
     keys = spec.kv_heads * spec.head_size

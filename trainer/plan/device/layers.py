@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.models.spec.model import AttentionSpec, LayerSpec, MlpSpec
-from trainer.plan.device.graph import is_flash, kept_scores
+from trainer.plan.device.graph import is_flash, kept_scores, number_width
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,13 +148,6 @@ def _widens(settings: ModelConfig, half: bool) -> bool:
 def _permutes_fused(settings: ModelConfig) -> bool:
     """Returns whether moe_token_permute sorts the rows of experts."""
     return settings.experts is not None and bool(settings.experts.use_fused_ops_permute and settings.experts.use_gmm)
-
-
-def number_width(half: bool) -> int:
-    """Returns the bytes of a number in the dtype of the products."""
-    if half:
-        return 2
-    return _FLOAT32_BYTES
 
 
 def _function_inputs(
