@@ -19,7 +19,7 @@ from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import worker_specs
 from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message, parse
-from trainer.launch.control.nodes import NodeClient, NodeLink, NodeServer, connect_nodes
+from trainer.launch.control.nodes import NodeClient, NodeServer, connect_nodes, network_of
 from trainer.launch.control.secret import make_secret, read_secret
 from trainer.launch.job import job_files
 from trainer.launch.terminal import printable
@@ -238,8 +238,8 @@ def test_a_flood_from_one_address_keeps_no_other_one_out(hub: NodeServer, option
 
 
 def test_networks_of_callers() -> None:
-    callers = [NodeLink(None, 0.0, address) for address in ("10.0.0.1", "fe80::1:2%eth0", "2001:db8::1", "2001:db8::2")]
-    assert [caller.network for caller in callers] == ["10.0.0.1", "fe80::/64", "2001:db8::/64", "2001:db8::/64"]
+    addresses = ("10.0.0.1", "fe80::1:2%eth0", "2001:db8::1", "2001:db8::2")
+    assert [network_of(address) for address in addresses] == ["10.0.0.1", "fe80::/64", "2001:db8::/64", "2001:db8::/64"]
 
 
 def test_a_lack_of_file_descriptors_is_no_failure(hub: NodeServer, options: LaunchOptions, tmp_path: Path) -> None:

@@ -79,17 +79,20 @@ class SignedChannel(Lines):
     """One end of a connection between launchers; `closed` means that the other end is gone or does not know the secret.
 
     Args:
-        called: Whether the other end has called this one.
+        called: Whether the other end has called this one, from `address`.
 
     Attributes:
         has_key: Whether the other end has sent its nonce, which needs no secret.
+        heard_at: When the last message arrived, or the call.
+        is_done: Whether the workers there have ended.
     """
 
-    def __init__(self, connection: socket.socket, secret: bytes, called: bool) -> None:
-        super().__init__(connection, _MAX_LINE_BYTES)
-        if called:
-            self.max_line_bytes = _MAX_STRANGER_BYTES
+    def __init__(self, connection: socket.socket, secret: bytes, called: bool, address: str = "") -> None:
+        super().__init__(connection, _MAX_STRANGER_BYTES)
+        self.address = address
         self.has_key = False
+        self.heard_at = 0.0
+        self.is_done = False
         self._secret = secret
         self._called = called
         self._nonce = secrets.token_hex(16).encode("ascii")

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.arguments import LaunchOptions
@@ -36,29 +37,6 @@ _MOST_WHEN_STARVED = 8  # where the launcher itself would have no file descripto
 _MOST_NAMED = 20
 
 
-@dataclass(eq=False)
-class NodeLink:
-    """A connection to another launcher.
-
-    Attributes:
-        heard_at: When the last message arrived, or the call.
-        is_done: Whether the workers there have ended.
-    """
-
-    channel: SignedChannel
-    heard_at: float
-    address: str = ""
-    is_done: bool = False
-
-    @functools.cached_property
-    def network(self) -> str:
-        """Returns the network in which one caller can have all addresses: its address for IPv4, the /64 for IPv6."""
-        address = self.address.partition("%")[0]
-        if ":" in address:
-            return str(ipaddress.ip_network(f"{address}/64", strict=False))
-        return address
-
-
 @dataclass(kw_only=True)
 class Nodes:
     """The other nodes of a job as a supervisor sees them. A job on one node has none, and this class is for it.
@@ -67,6 +45,7 @@ class Nodes:
         attempt: How often the job has been restarted.
         resume: The checkpoint from which node 0 lets a restarted job continue; empty means as its arguments say.
         connected: Whether the launchers of all nodes are connected, so that the workers may start.
+        links: The connections by the numbers of the nodes; any node but 0 has one, to node 0.
     """
 
     options: LaunchOptions
@@ -74,9 +53,9 @@ class Nodes:
     resume: str = ""
     connected: bool = True
     began: float = field(default_factory=time.monotonic)
-    links: dict[int, NodeLink] = field(default_factory=dict)
+    links: dict[int, SignedChannel] = field(default_factory=dict)
     _events: list[NodeMessage] = field(default_factory=list)  # for the supervisor
-    _told: set[str] = field(default_factory=set)  # the kinds of messages that all nodes got
+    _sent: set[str] = field(default_factory=set)  # the kinds of messages that all nodes got
     _is_done: bool = False  # the workers of this node have ended
     _beat_at: float = 0.0
     _heartbeat: NodeMessage = NodeMessage(kind="beat")  # the next one
@@ -90,17 +69,17 @@ class Nodes:
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
         """Returns the sockets to wait for."""
-        return [link.channel for link in self.links.values() if not link.channel.closed]
+        return [link for link in self.links.values() if not link.closed]
 
     def poll(self, now: float) -> list[NodeMessage]:
         """Sends a heartbeat, and returns what the others sent: notes, moved, failed, stop. It is called a few times a
         second."""
         self._join(now)
         for node, link in list(self.links.items()):
-            for message in link.channel.receive():
+            for message in link.receive():
                 link.heard_at = now
                 self._handle(node, message)
-            if link.channel.closed or now - link.heard_at > scale_timeout(LOST_SECONDS):
+            if link.closed or now - link.heard_at > scale_timeout(LOST_SECONDS):
                 self._lose(node, now)
         if now >= self._beat_at:
             self._beat_at = now + scale_timeout(_BEAT_SECONDS)
@@ -126,17 +105,17 @@ class Nodes:
     def report_done(self) -> None:
         """Reports, once, that the workers of this node have ended well; node 0 does so when those of all nodes have."""
         self._is_done = True
-        if (self.options.node_rank or self.finished) and "done" not in self._told:
+        if (self.options.node_rank or self.finished) and "done" not in self._sent:
             self._send(NodeMessage(kind="done"))
-
-    def close(self) -> None:
-        """Closes the connections once the others have received everything."""
-        for link in self.links.values():
-            link.channel.close_gracefully(_GOODBYE_SECONDS)
 
     def note(self, line: str) -> None:
         """Has the supervisor print a line."""
         self._events.append(NodeMessage(kind="note", lines=[line[:LONGEST_LINE]]))
+
+    def close(self) -> None:
+        """Closes the connections once the others have received everything."""
+        for link in self.links.values():
+            link.close_gracefully(_GOODBYE_SECONDS)
 
     def _join(self, now: float) -> None:
         """Connects nodes."""
@@ -149,25 +128,24 @@ class Nodes:
             if len(self.links) > 1:
                 self.report_progress()
             self._events.append(message)
-        elif message.kind == "stop" or (message.kind == "failed" and "failed" not in self._told):
+        elif message.kind == "stop" or (message.kind == "failed" and "failed" not in self._sent):
             self._send(message, but=node)  # the first failure ends the job
             self._events.append(message)
 
     def _lose(self, node: int, now: float) -> None:
         """Handles the end of a connection, which is a failure unless the job ends."""
-        link = self.links[node]
-        if "stop" in self._told:
-            link.is_done = True
-        elif "failed" not in self._told and not link.is_done:
+        if "stop" in self._sent:
+            self.links[node].is_done = True
+        elif "failed" not in self._sent and not self.links[node].is_done:
             self._fail(f"the connection to node {node} is lost")
 
-    def _wait(self, now: float, waiting: str, failure: str) -> None:
+    def _wait(self, now: float, reason: str, failure: str) -> None:
         """Notes, once, what is waited for if that takes long; fails after `cluster_time_out`."""
         if now - self.began > self.options.cluster_time_out:
             self._fail(failure)
-        elif now - self.began >= scale_timeout(_PATIENCE_SECONDS) and waiting not in self._noted:
-            self._noted.add(waiting)
-            self.note(waiting)
+        elif now - self.began >= scale_timeout(_PATIENCE_SECONDS) and reason not in self._noted:
+            self._noted.add(reason)
+            self.note(f"waiting for {reason}")
 
     def _set_connected(self) -> None:
         self.connected = True
@@ -179,10 +157,19 @@ class Nodes:
         self._events.append(message)
 
     def _send(self, message: NodeMessage, but: int | None = None) -> None:
-        self._told.add(message.kind)
+        self._sent.add(message.kind)
         for node, link in self.links.items():
             if node != but:
-                link.channel.send(message)
+                link.send(message)
+
+
+@functools.lru_cache
+def network_of(address: str) -> str:
+    """Returns the network in which one caller can have all addresses: its address for IPv4, the /64 for IPv6."""
+    address = address.partition("%")[0]
+    if ":" in address:
+        return str(ipaddress.ip_network(f"{address}/64", strict=False))
+    return address
 
 
 @dataclass(kw_only=True)
@@ -193,80 +180,78 @@ class NodeServer(Nodes):
     secret: bytes
     secret_path: Path | None  # the file that it made, and removes
     connected: bool = False
-    _callers: list[NodeLink] = field(default_factory=list)  # that have not proved yet that they know the secret
+    _callers: list[SignedChannel] = field(default_factory=list)  # which have not proved yet that they know the secret
     _strangers: set[str] = field(default_factory=set)  # the addresses that were noted
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
-        return [*super().sources, *self.listening.sources, *(caller.channel for caller in self._callers)]
+        return [*super().sources, *self.listening.sources, *self._callers]
 
     def _join(self, now: float) -> None:
         """Accepts the nodes that call, drops strangers, and notes which nodes are missing."""
         for connection, address in self.listening.accept(_MOST_CALLERS):
-            self._callers.append(NodeLink(SignedChannel(connection, self.secret, called=True), now, str(address[0])))
+            caller = SignedChannel(connection, self.secret, called=True, address=str(address[0]))
+            caller.heard_at = now
+            self._callers.append(caller)
         for caller in list(self._callers):
-            messages = caller.channel.receive()
+            messages = caller.receive()
             if messages and messages[0].kind == "hello":
                 self._callers.remove(caller)
                 caller.heard_at = now
                 self._accept(caller, messages[0])
-            elif messages or caller.channel.closed or now - caller.heard_at > scale_timeout(LOST_SECONDS):
+            elif messages or caller.closed or now - caller.heard_at > scale_timeout(LOST_SECONDS):
                 self._drop(caller)
         most = _MOST_CALLERS
         if self.listening.starved:
             most = _MOST_WHEN_STARVED
         while len(self._callers) > most:
             # One of the network with most callers, and one without a nonce first: a flood keeps no other network out.
-            counts = Counter(caller.network for caller in self._callers)
-            self._drop(min(self._callers, key=lambda caller: (-counts[caller.network], caller.channel.has_key)))
-        if not self.connected and "failed" not in self._told:
+            counts = Counter(network_of(caller.address) for caller in self._callers)
+            self._drop(min(self._callers, key=lambda caller: (-counts[network_of(caller.address)], caller.has_key)))
+        if not self.connected and "failed" not in self._sent:
             missing = ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self.links)
-            waiting = f"waiting for the launcher of node {missing}; the workers start once all are there"
-            self._wait(now, waiting, f"node {missing} did not connect")
+            reason = f"the launcher of node {missing}; the workers start once all are there"
+            self._wait(now, reason, f"node {missing} did not connect")
 
-    def _drop(self, caller: NodeLink) -> None:
+    def _drop(self, caller: SignedChannel) -> None:
         self._callers.remove(caller)
-        caller.channel.close()
+        caller.close()
         if caller.address not in self._strangers and len(self._strangers) < _MOST_NAMED:
             self._strangers.add(caller.address)
             what = "called the control port without the secret of this job; its connections are dropped"
             self.note(f"note: {caller.address} {what}")
 
-    def _accept(self, caller: NodeLink, hello: NodeMessage) -> None:
-        """Accepts a node of the job; tells any other caller the reason of the refusal."""
-        answer = self._answer(hello)
-        caller.channel.send(answer)
-        if answer.kind != "welcome":
-            caller.channel.close()
+    def _accept(self, caller: SignedChannel, hello: NodeMessage) -> None:
+        """Accepts a node of the job with the checkpoint to continue from; tells any other caller why it is refused."""
+        kind, line = self._answer(hello)
+        caller.send(NodeMessage(kind=kind, lines=[line]))
+        if kind != "welcome":
+            caller.close()
             return
         self.links[hello.node] = caller
         if len(self.links) == self.options.nodes - 1:
             self._send(NodeMessage(kind="start"))
             self._set_connected()
 
-    def _answer(self, hello: NodeMessage) -> NodeMessage:
-        """Returns the answer to a call: a welcome with the checkpoint to continue from, or why the caller has to wait
-        or is no node of this job."""
+    def _answer(self, hello: NodeMessage) -> tuple[Literal["welcome", "later", "refused"], str]:
         nodes = self.options.nodes
         if hello.attempt > self.attempt:  # a failure ended its workers sooner than those of this node
-            return NodeMessage(kind="later", lines=["has not ended its own workers of the start before yet"])
+            return "later", "has not ended its own workers of the start before yet"
         if not 0 < hello.node < nodes:
-            reason = f"node_rank is {hello.node}, and node 0 expects 1 to {nodes - 1}"
-        elif hello.worker_num != self.options.worker_num:
-            reason = f"worker_num is {hello.worker_num} there and {self.options.worker_num} on node 0"
-        elif hello.attempt < self.attempt:
-            reason = f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
-        elif hello.node in self.links:
-            reason = f"another launcher is node {hello.node} already"
-        else:
-            return NodeMessage(kind="welcome", lines=[self.resume])
-        return NodeMessage(kind="refused", lines=[reason])
+            return "refused", f"node_rank is {hello.node}, and node 0 expects 1 to {nodes - 1}"
+        if hello.worker_num != self.options.worker_num:
+            return "refused", f"worker_num is {hello.worker_num} there and {self.options.worker_num} on node 0"
+        if hello.attempt < self.attempt:
+            return "refused", f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
+        if hello.node in self.links:
+            return "refused", f"another launcher is node {hello.node} already"
+        return "welcome", self.resume
 
     def close(self) -> None:
         """Closes the port and the connections, and removes the secret if this node made it."""
         self.listening.close()
         for caller in self._callers:
-            caller.channel.close()
+            caller.close()
         super().close()
         if self.secret_path is not None:
             self.secret_path.unlink(missing_ok=True)
@@ -286,7 +271,7 @@ class NodeClient(Nodes):
 
     def _join(self, now: float) -> None:
         """Calls node 0 unless it has been called."""
-        if self.links or now < self._call_at or "failed" in self._told:
+        if self.links or now < self._call_at or "failed" in self._sent:
             return
         try:
             secret = self.secret or read_secret(self.secret_path)
@@ -300,11 +285,11 @@ class NodeClient(Nodes):
         except OSError:
             self._call_later(now, "does not answer")
         else:
-            options = self.options
-            channel.send(
-                NodeMessage(kind="hello", node=options.node_rank, worker_num=options.worker_num, attempt=self.attempt)
-            )
-            self.links[0] = NodeLink(channel, now)
+            node = self.options.node_rank
+            workers = self.options.worker_num
+            channel.send(NodeMessage(kind="hello", node=node, worker_num=workers, attempt=self.attempt))
+            channel.heard_at = now
+            self.links[0] = channel
             self._why_not = ""
 
     def _handle(self, node: int, message: NodeMessage) -> None:
@@ -324,10 +309,10 @@ class NodeClient(Nodes):
 
     def _lose(self, node: int, now: float) -> None:
         """Calls again later if node 0 has not accepted this node yet."""
-        if self._is_welcome or "failed" in self._told:
+        if self._is_welcome or "failed" in self._sent:
             super()._lose(node, now)
             return
-        channel = self.links.pop(node).channel
+        channel = self.links.pop(node)
         channel.close()
         reason = "is not the launcher of a job"  # or node 0 has just gone again
         if channel.has_key:
@@ -337,7 +322,7 @@ class NodeClient(Nodes):
     def _call_later(self, now: float, reason: str) -> None:
         self._call_at = now + _RETRY_SECONDS
         place = f"{self.address[0]}, port {self.address[1]}, {reason}"
-        self._wait(now, f"waiting for node 0: {place}", f"no connection to the launcher of node 0: {place}")
+        self._wait(now, f"node 0: {place}", f"no connection to the launcher of node 0: {place}")
 
 
 def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume: str = "") -> Nodes:
@@ -362,9 +347,9 @@ def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume
     if options.node_rank:
         return NodeClient(address=(host, port), options=options, attempt=attempt, secret=secret, secret_path=path)
     listening = _listen(host, port)
-    secret_path = None
+    made = None
     if secret is None:
-        secret_path = path
+        made = path
         try:
             secret = make_secret(path)
         except UserError:
@@ -376,7 +361,7 @@ def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume
         resume=resume,
         listening=ListeningSocket(listening),
         secret=secret,
-        secret_path=secret_path,
+        secret_path=made,
     )
     address = listening.getsockname()[0]
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host != address:
