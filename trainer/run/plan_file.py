@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import re
@@ -11,14 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks.parallel import (
     fit_problems,
     parallel_degrees,
     parallel_problems,
     resolve_for_job,
-    zero_level,
 )
 from trainer.config.checks.preferences import loss_problems
 from trainer.config.checks.problem import (
@@ -27,7 +25,6 @@ from trainer.config.checks.problem import (
     raise_problems,
     rename_keys,
     separate_errors,
-    value_of,
 )
 from trainer.config.checks.rules import rule_problems, run_problems
 from trainer.config.device_defaults import apply_device_defaults
@@ -53,15 +50,11 @@ if TYPE_CHECKING:
 
 _MODEL = "model.model_config"
 _LIMIT = "context.max_device_memory"
-_SHARDED_OPTIMIZER = "parallel.enable_parallel_optimizer"
-_LEVEL = "parallel.parallel_optimizer_config.optimizer_level"
 _GIB = 1 << 30
 _MOST_DOUBLINGS = 14
 """Of the ranks of a file that needs more memory."""
-_MAX_RANK_FACTOR = 8
-"""A fix has at most this many times the ranks of a file that says its data-parallel ranks."""
-_MOST_LAYERS = 2000
-"""Layers whose memory is estimated in search of a better fix, once there is one; 1,000 take about half a second."""
+_MOST_DOUBLINGS_OF_DEGREES = 4
+"""Of the ranks of a file that says its data-parallel ranks."""
 _DATA_SECTIONS = frozenset(("model", TRAIN, EVAL))
 """An error in one of these sections prevents a check of the data."""
 _MEMORY_SECTIONS = frozenset((
@@ -363,167 +356,58 @@ def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int])
 
 
 def _memory_fix(config: Config, world: World, limit_bytes: float) -> str:
-    """Returns settings with which a rank has enough memory: as many ranks, else the fewest, and the fewest changes."""
-    nearest = _nearest_layout_fix(config, world, limit_bytes)
-    if nearest:
-        return nearest
-    rules_before = _broken_rules(config, world)
-    alone = _memory(_with_settings(config, {"use_parallel": False}), SINGLE_PROCESS)
-    fallback = ""  # enough for what is certain, too little for the activations
-    most = world.size
-    layers = 0
-    for ranks, candidates in itertools.groupby(_sharding_candidates(config, world), key=lambda each: each[0]):
-        families = _families(config, ranks, [changes for _, changes in candidates], rules_before)
-        if not families:
-            continue
-        most = ranks
-        if (alone["weights"] + alone.get("optimizer state", 0)) / ranks > limit_bytes:  # at best each has its share
-            continue
-        smallest = max((family[-1] for family in families), key=lambda layout: layout.order)
-        if fixed_bytes(_memory(smallest.config, smallest.world)) > limit_bytes:
-            continue
-        for family in families:
-            memory_bytes = _memory(family[-1].config, family[-1].world)
-            layers += config.decoder.num_layers
-            if fixed_bytes(memory_bytes) > limit_bytes:
-                continue
-            if memory_bytes["total"] > limit_bytes:
-                fallback = fallback or family[-1].fix_text(config, memory_bytes)
-                continue
-            for layout in family:
-                memory_bytes = _memory(layout.config, layout.world)
-                if memory_bytes["total"] <= limit_bytes:
-                    return layout.fix_text(config, memory_bytes)
-        if fallback and layers > _MOST_LAYERS:
-            break
-    if fallback:
-        return fallback
-    return f"use a smaller model or devices with more memory: no degrees help with up to {most} ranks"
-
-
-def _nearest_layout_fix(config: Config, world: World, limit_bytes: float) -> str:
-    """Returns the layout on as many ranks that fits and changes fewest keys of the file; empty if there is none."""
-    if world.size == 1 or not config.trains or config.classifier is not None or config.source.source_places:
-        return ""
+    """Returns settings with which a rank has enough memory: on as many ranks, else on the fewest, with fewest changes.
+    """
+    if not config.trains or config.classifier is not None:
+        return "use a smaller model or devices with more memory"
     device = planned_device(config)
-    search = LayoutSearch(
-        config, world, world, device, limit_bytes, device_rates(config, world, device),
-        partial(layout_rules, device=device),
-    )  # fmt: skip
-    nearest = search.nearest()
-    if nearest is None:
-        return ""
-    changes = yaml_difference(config, search.changed_config(config, nearest.layout))
-    settings = ", ".join(f"{key} to {value}" for key, _, value in changes)
-    needed = f"{nearest.memory_bytes / _GIB:.1f} GiB with the estimated activations"
-    return f"for example set {settings}: each of {world.size} ranks then needs {needed}"
+    alone = _memory(config.model_copy(update={"use_parallel": False}), SINGLE_PROCESS)
+    sharded_bytes = alone["weights"] + alone.get("optimizer state", 0)  # at best each rank has an equal share
+    rules = partial(_new_problems, device=device, known=_rule_names(layout_rules(config, world, device)))
+    doublings = _MOST_DOUBLINGS
+    if config.parallel_config.data_parallel is not None:
+        doublings = _MOST_DOUBLINGS_OF_DEGREES
+    for job in (world_of(world.size << doubling) for doubling in range(doublings)):
+        if sharded_bytes / job.size > limit_bytes:
+            continue
+        search = LayoutSearch(config, job, job, device, limit_bytes, device_rates(config, job, device), rules)
+        nearest = search.nearest()
+        if nearest is not None:
+            settings = _settings_text(config, search.changed_config(config, nearest.layout))
+            needed = f"{nearest.memory_bytes / _GIB:.1f} GiB with the estimated activations"
+            return f"for example {settings}: each of {job.size} ranks then needs {needed}"
+    return f"use a smaller model or devices with more memory: no degrees help with up to {job.size} ranks"
 
 
-class _ShardedLayout(NamedTuple):
-    """A configuration whose model is sharded further, and its job."""
-
-    changes: dict[str, Any]
-    config: Config
-    world: World
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Returns a key that orders layouts of as many ranks: that with the smallest shards of the model is last."""
-        degrees = parallel_degrees(self.config, self.world)
-        tensor = degrees.model_parallel
-        return degrees.pipeline_stage * tensor, tensor, degrees.expert_parallel, zero_level(self.config)
-
-    def fix_text(self, before: Config, memory_bytes: Mapping[str, int]) -> str:
-        """Returns what to write in the file of the configuration `before`."""
-        needed = f"{memory_bytes['total'] / _GIB:.1f} GiB with the estimated activations"
-        settings = _settings_text(before, self.config, self.changes)
-        return f"for example {settings}: each of {self.world.size} ranks then needs {needed}"
+def _new_problems(config: Config, world: World, device: str, known: set[tuple[str, str]]) -> list[ConfigError]:
+    """Returns the errors about the ranks of a job, in the schema of its file too, without those of known rules."""
+    section = config.parallel_config
+    if config.source.source_places and section.use_seq_parallel != (section.model_parallel > 1):
+        return [problem(config, "parallel_config.use_seq_parallel", "is on with tensor parallelism alone", "switch it")]
+    return [each for each in layout_rules(config, world, device) if not _rule_names([each]) <= known]
 
 
-def _families(
-    config: Config, ranks: int, candidates: Iterable[dict[str, Any]], rules_before: set[tuple[str, str]]
-) -> list[list[_ShardedLayout]]:
-    """Returns the valid candidates; those of a list differ in tensor_parallel, and the last one needs least memory."""
-    families: dict[Any, list[_ShardedLayout]] = {}
-    job = world_of(ranks)
-    for changes in candidates:
-        changed = resolve_for_job(_with_settings(config, changes), job)
-        if not _broken_rules(changed, job) - rules_before:
-            others = parallel_degrees(changed, job)._replace(model_parallel=1, data_parallel=1)
-            key = others, changed.parallel.enable_parallel_optimizer, zero_level(changed)
-            families.setdefault(key, []).append(_ShardedLayout(changes, changed, job))
-    return list(families.values())
+def _rule_names(problems: Iterable[ConfigError]) -> set[tuple[str, str]]:
+    """Returns key and rule of each error."""
+    return {(each.error.key, each.error.rule) for each in problems}
 
 
-def _settings_text(config: Config, changed: Config, changes: Mapping[str, Any]) -> str:
-    """Returns what to write in the file for these changes: ``set parallelism.tensor_parallel to 8``."""
-    settings = {config.source.name(key): value for key, value in changes.items()}
+def _settings_text(config: Config, changed: Config) -> str:
+    """Returns what to write in the file for the changes: ``set parallelism.tensor_parallel to 8``."""
+    settings = {key: value for key, _, value in yaml_difference(config, changed)}
     if config.source.source_places:
         from trainer.config.pynative.reverse import source_statements
 
         before = source_statements(config)
         settings = {
-            key: statement.value
+            key: value_text(statement.value)
             for key, statement in source_statements(changed).items()
-            if key.startswith("parallelism.") and (key not in before or before[key].value != statement.value)
+            if key.startswith(("parallelism.", "recompute."))
+            and (key not in before or before[key].value != statement.value)
         }
     if not settings:
         return "start more ranks"
-    return f"set {', '.join(f'{key} to {value_text(value)}' for key, value in settings.items())}"
-
-
-def _sharding_candidates(config: Config, world: World) -> list[tuple[int, dict[str, Any]]]:
-    """Returns numbers of ranks with settings that shard the model further. The caller checks whether they are valid."""
-    degrees = parallel_degrees(_with_settings(config, {"use_parallel": True}), world)
-    experts = config.decoder.experts
-    is_sharded = config.parallel.enable_parallel_optimizer
-    current_level = zero_level(config)
-    zero_settings: list[dict[str, Any]] = [{}]
-    for level in ("level1", "level2", "level3"):
-        if not is_sharded or level > current_level:
-            zero_settings.append({_SHARDED_OPTIMIZER: True, _LEVEL: level})
-    expert_degrees = [degrees.expert_parallel]
-    if experts is not None:
-        larger = range(expert_degrees[0] + 1, experts.expert_num + 1)
-        expert_degrees += [size for size in larger if experts.expert_num % size == 0]
-    candidates = []
-    for stages, tensor, expert, zero in itertools.product(
-        (1, 2, 4, 8, 16), (1, 2, 4, 8), expert_degrees, zero_settings
-    ):
-        model_ranks = stages * tensor
-        settings = {
-            "use_parallel": True, "parallel_config.pipeline_stage": degrees.pipeline_stage * stages,
-            "parallel_config.model_parallel": degrees.model_parallel * tensor,
-            "parallel_config.expert_parallel": expert, **zero,
-        }  # fmt: skip
-        if tensor > 1 and config.source.source_places:  # MindSpore Transformers refuses one without the other
-            settings["parallel_config.use_seq_parallel"] = True
-        changes = {key: value for key, value in settings.items() if value_of(config, key) != value}
-        if changes and config.parallel_config.expert_model_parallel:
-            # The loader multiplies the degree that a file has.
-            changes |= {"parallel_config.expert_parallel": expert, "parallel_config.expert_model_parallel": 1}
-        numbers = [degrees.ranks * model_ranks]
-        if config.parallel_config.data_parallel is None:  # data-parallel ranks take what is left
-            others = degrees.ranks // degrees.data_parallel * model_ranks
-            numbers = [world.size << n for n in range(_MOST_DOUBLINGS) if (world.size << n) % others == 0]
-        elif model_ranks > _MAX_RANK_FACTOR:
-            continue
-        candidates += [(ranks, changes) for ranks in numbers if changes or ranks > world.size]
-    return sorted(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
-
-
-def _with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Returns the configuration with other values of these dotted keys."""
-    for key, value in changes.items():
-        config = _with_setting(config, key.split("."), value)
-    return config
-
-
-def _with_setting(section: Any, path: Sequence[str], value: Any) -> Any:
-    name, *rest = path
-    if rest:
-        value = _with_setting(getattr(section, name), rest, value)
-    return section.model_copy(update={name: value})
+    return f"set {', '.join(f'{key} to {value}' for key, value in settings.items())}"
 
 
 def _broken_rules(config: Config, world: World) -> set[tuple[str, str]]:
@@ -531,7 +415,7 @@ def _broken_rules(config: Config, world: World) -> set[tuple[str, str]]:
     problems = rule_problems(config)
     if not problems:
         problems = [*run_problems(config, world), *select_execution_mode(config, world).problems()]
-    return {(each.error.key, each.error.rule) for each in problems}
+    return _rule_names(problems)
 
 
 def open_search(config: Config, world: World, device: str) -> LayoutSearch:
