@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.read.dump import flatten, plain_values
 from trainer.monitors.files import write_text
-from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics
+from trainer.monitors.metrics import Monitor, RunInfo
 from trainer.monitors.tensorboard import TensorBoard
-from trainer.monitors.tracking import TrackerMonitor, eval_numbers, step_numbers, wait_numbers
+from trainer.monitors.tracking import Tracker, TrackerMonitor
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -30,7 +30,7 @@ _MLFLOW_MAX_PARAMETERS = 100  # in one request
 _MLFLOW_MAX_CHARACTERS = 500  # of one parameter
 
 
-class _Service:
+class _Service(Tracker):
     """The base of the three trackers."""
 
     name = ""
@@ -66,21 +66,6 @@ class _Service:
 
     def _id_file(self) -> Path:
         return self.folder / "trackers" / self.name
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Sends a step."""
-        self.log(step_numbers(metrics, self.layers), metrics.step)
-
-    def evaluation(self, metrics: EvalMetrics) -> None:
-        """Sends an evaluation."""
-        self.log(eval_numbers(metrics), metrics.step)
-
-    def wait(self, record: Mapping[str, float]) -> None:
-        """Sends a pause."""
-        self.log(wait_numbers(record), int(record["step"]))
-
-    def flush(self) -> None:
-        """Does nothing, because the packages send by themselves."""
 
 
 class Wandb(_Service):

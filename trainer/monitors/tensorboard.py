@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, EvalMetrics, RunInfo, StepMetrics
-from trainer.monitors.tracking import eval_numbers, flat_numbers, wait_numbers
+from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, RunInfo, StepMetrics
+from trainer.monitors.tracking import Tracker, flat_numbers
 from trainer.monitors.training_state import MAX_LOGIT, TrainingStateRecords
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ _LAYER_FIELDS = (DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, MAX_LOGIT)
 _SECONDS_PER_DAY = 86_400
 
 
-class TensorBoard:
-    """A `Tracker` that writes ``tensorboard_dir/rank_0/events.out.tfevents...``.
+class TensorBoard(Tracker):
+    """Writes ``tensorboard_dir/rank_0/events.out.tfevents...``.
 
     A new training in a folder with older files shows nothing but its steps: a START record tells TensorBoard to hide
     what was written before. A resumed run writes no START record. It may repeat steps with the same numbers, and the
@@ -37,7 +37,7 @@ class TensorBoard:
         self._config = config
         self._section = config.tensorboard
         self._state = TrainingStateRecords(config)
-        self._layers = config.decoder.moe_layers
+        self.layers = config.decoder.moe_layers
         self._waiting = 0  # records since the last flush
         self._event: Any = None  # the classes and the writer of tensorboardX
         self._summary: Any = None
@@ -65,21 +65,15 @@ class TensorBoard:
         """Writes the values of a step over steps and over samples."""
         main, others = step_tags(metrics, self._config, self._ranks)
         per_layer = {name: metrics.details[name] for name in _LAYER_FIELDS if name in metrics.details}
-        others |= flat_numbers(per_layer, self._layers) | self._state.values(metrics, "tensorboard")
+        others |= flat_numbers(per_layer, self.layers) | self._state.values(metrics, "tensorboard")
         self._scalars(metrics.step, main | others)
         if metrics.samples:
             over_samples = {f"{tag} vs samples": value for tag, value in main.items()}
             self._scalars(metrics.samples_seen, over_samples)
 
-    def evaluation(self, metrics: EvalMetrics) -> None:
-        """Writes an evaluation."""
-        numbers = eval_numbers(metrics)
-        self._scalars(metrics.step, {name.replace("_", "-"): value for name, value in numbers.items()})
-
-    def wait(self, record: Mapping[str, float]) -> None:
-        """Writes a pause."""
-        numbers = wait_numbers(record)
-        self._scalars(int(record["step"]), {name.replace("_", "-"): value for name, value in numbers.items()})
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Writes the numbers of an evaluation or of a pause."""
+        self._scalars(step, {name.replace("_", "-"): value for name, value in numbers.items()})
 
     def flush(self) -> None:
         """Writes buffered records to the disk."""

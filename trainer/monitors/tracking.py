@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics, eval_record, step_record
 
@@ -20,26 +20,43 @@ _END_SECONDS = 60.0
 _FLUSH_SECONDS = 5.0
 
 
-class Tracker(Protocol):
-    """A service or file that stores the numbers of a run. One thread calls its methods; an exception ends it."""
+class Tracker:
+    """A service or file that stores the numbers of a run. One thread calls its methods; an exception ends it.
+
+    Attributes:
+        layers: The numbers of the MoE layers.
+    """
+
+    layers: Sequence[int] = ()
 
     def start(self, info: RunInfo) -> None:
         """Opens the tracker, which imports its package. It is called first."""
+        raise NotImplementedError
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Stores numbers of a step."""
+        raise NotImplementedError
 
     def step(self, metrics: StepMetrics) -> None:
         """Stores a step."""
+        fields = {name: value for name, value in step_record(metrics).items() if name != "step"}
+        self.log(flat_numbers(fields, self.layers), metrics.step)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         """Stores an evaluation."""
+        record = eval_record(metrics)
+        self.log(flat_numbers({name: record[name] for name in record if name.startswith("eval_")}), metrics.step)
 
     def wait(self, record: Mapping[str, float]) -> None:
         """Stores a pause of the training: the `step` before it, and its seconds under a name of metrics.jsonl."""
+        self.log(flat_numbers({name: value for name, value in record.items() if name != "step"}), int(record["step"]))
 
     def flush(self) -> None:
         """Flushes what is buffered. It is called every few seconds."""
 
     def close(self, outcome: str) -> None:
         """Closes the tracker. It is called last; `outcome` is that of the summary, or ``failed``."""
+        raise NotImplementedError
 
 
 class TrackerMonitor(Monitor):
@@ -171,17 +188,3 @@ def flat_numbers(record: Mapping[str, object], layers: Sequence[int] = ()) -> di
         if isinstance(value, (int, float)) and math.isfinite(value)
     }
 
-
-def step_numbers(metrics: StepMetrics, layers: Sequence[int]) -> dict[str, float]:
-    """Returns the numbers of a step, without the step itself."""
-    return flat_numbers({name: value for name, value in step_record(metrics).items() if name != "step"}, layers)
-
-
-def eval_numbers(metrics: EvalMetrics) -> dict[str, float]:
-    """Returns the numbers of an evaluation, without its step and epoch."""
-    return flat_numbers({name: value for name, value in eval_record(metrics).items() if name.startswith("eval_")})
-
-
-def wait_numbers(record: Mapping[str, float]) -> dict[str, float]:
-    """Returns the numbers of a pause, without its step."""
-    return flat_numbers({name: value for name, value in record.items() if name != "step"})

@@ -13,7 +13,7 @@ from trainer.config.checks.rules import preflight
 from trainer.errors import UserError
 from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics
 from trainer.monitors.services import tracker_monitors
-from trainer.monitors.tracking import Tracker, TrackerMonitor, flat_numbers, step_numbers
+from trainer.monitors.tracking import Tracker, TrackerMonitor, flat_numbers
 from trainer.monitors.training_state import TrainingStateRecords
 
 PAUSE = {"step": 9, "sample_seconds": 0.25}
@@ -110,7 +110,26 @@ def test_numbers_are_flat_and_finite():
     record = {"loss": 1, "lr": float("nan"), "flag": True, "drop_rate": [0.5, 0.25], "local_norm": {"a.b": 2.0}}
     flat = {"loss": 1.0, "flag": 1.0, "local_norm/a.b": 2.0, "drop_rate/layer_1": 0.5, "drop_rate/layer_3": 0.25}
     assert flat_numbers(record, [1, 3]) == flat
-    assert "step" not in step_numbers(metrics(3), []) and step_numbers(metrics(3), [])["loss"] == 1.5
+
+
+class Log(Tracker):
+    """Keeps the numbers that it is given."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, dict[str, float]] = {}
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.numbers[step] = numbers
+
+
+def test_what_is_logged_of_a_step_an_evaluation_and_a_pause():
+    log = Log()
+    log.step(metrics(3))
+    log.evaluation(EvalMetrics(9, 1, 1.25, 3.5, 10, 0.5))
+    log.wait({"step": 10, "sample_seconds": 0.25})
+    assert "step" not in log.numbers[3] and log.numbers[3]["loss"] == 1.5
+    assert log.numbers[9]["eval_loss"] == 1.25 and "epoch" not in log.numbers[9]
+    assert log.numbers[10] == {"sample_seconds": 0.25}
 
 
 FILE = """
