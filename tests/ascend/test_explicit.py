@@ -22,7 +22,7 @@ ONE_BATCH = {"runner_config": {"gradient_accumulation_steps": 1}}
 PLAIN = {"context": {"mode": 1}}
 """Operator by operator: what is compiled takes seven seconds a case."""
 LONG = {"num_layers": 4, "seq_length": 1024}  # so that what is kept for the backward pass is most of the memory
-TASKS = "trainer.dryrun.tasks"
+TASKS = "tests.ascend.step_tasks"
 CAPACITY = {"moe_config": {"capacity_factor": 1.5}}
 SIGMOID = {
     "moe_config": {

@@ -46,11 +46,11 @@ WITH_EXPERTS = {
     "loss of the step": on_ascend(PLAIN_EXPERTS, model=moe(moe_router_load_balancing_type="gbs_aux_loss")),
     "experts frozen": on_ascend(PLAIN_EXPERTS, {"freeze": {"include": ["*.mlp.experts.*"]}}),
     "experts by Muon": on_ascend(PLAIN_EXPERTS, {"optimizer": {"type": "Muon"}}),
-    "experts evaluated": on_ascend(PLAIN_EXPERTS, task="trainer.dryrun.tasks:evaluation"),
-    "experts predicted": on_ascend(PLAIN_EXPERTS, task="trainer.dryrun.tasks:prediction", steps=3),
+    "experts evaluated": on_ascend(PLAIN_EXPERTS, task="tests.ascend.step_tasks:evaluation"),
+    "experts predicted": on_ascend(PLAIN_EXPERTS, task="tests.ascend.step_tasks:prediction", steps=3),
 }
 OTHERS = {
-    "latent attention predicted": on_ascend(PLAIN, model=LATENT, task="trainer.dryrun.tasks:prediction", steps=3),
+    "latent attention predicted": on_ascend(PLAIN, model=LATENT, task="tests.ascend.step_tasks:prediction", steps=3),
     "bias in the projections": on_ascend(PLAIN, model={"qkv_has_bias": True}),
     "nothing fused": on_ascend(PLAIN, model={
         "compute_dtype": "float32", "use_flash_attention": False, "use_fused_rope": False, "use_fused_swiglu": False,
@@ -63,7 +63,7 @@ OTHERS = {
     "classifier evaluated": on_ascend({
         "context": {"device_target": "Ascend"}, "model": {"arch": {"type": "MlpClassifier"}},
         "train_dataset": {"data_loader": {"type": IMAGES}},
-    }, task="trainer.dryrun.tasks:evaluation"),
+    }, task="tests.ascend.step_tasks:evaluation"),
 }  # fmt: skip
 CASES = WITH_EXPERTS | OTHERS
 

@@ -34,14 +34,13 @@ from trainer.checkpoint.store import (
 )
 from trainer.checkpoint.tensor_names import DiskSlice, disk_slices
 from trainer.checkpoint.weights import ShardSpecs, fitting_weights, is_finite
-from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, run_stages
+from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages
 from trainer.config.schema.fields import Section, support_of
 from trainer.errors import UserError, shorten_repr
 from trainer.models.spec.adapters import SECTION, saved_settings
 from trainer.models.spec.shapes import adapter_shapes, all_shapes, base_dtypes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import EMA, parameter_groups, state_names
-from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, ShardSpec, as_sharded_array, full_shard_spec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.plan import Plan, Resumption
@@ -204,11 +203,6 @@ def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     kinds = state_names(config.optimizer)
     return {f"{kind}.{name}": shapes[name]
             for group in groups for kind in kinds[group.optimizer] for name in group.parameters}  # fmt: skip
-
-
-def save_checkpoint(folder: Path, *values: Any, **named: Any) -> Path:
-    """Saves a checkpoint of a single process: does all stages of `save_stages`, and returns the checkpoint's folder."""
-    return run_stages(save_stages(folder, *values, **named), folder, Communicator())
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:

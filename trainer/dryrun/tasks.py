@@ -1,42 +1,34 @@
-"""The tasks of a dry run: training, evaluation, prediction, checkpoint, audit, collectives.
+"""The tasks of a dry run: training and audit.
 
 A task calls the code of a run with random tokens. In a dry run, tensors read by the host contain zeros.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from trainer.checkpoint.evaluations import EvalHistory
-from trainer.checkpoint.state import Position, load_weights, save_checkpoint
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, runs_semi_auto
 from trainer.data.batches.batch import Batch
 from trainer.data.source.images import ImageBatch
 from trainer.dryrun.weights import leave_weights_empty
-from trainer.models.generate import Generator, Sampling
 from trainer.ops import dispatch
 from trainer.parallel import collectives
-from trainer.parallel.sharding import as_sharded_array
 from trainer.parallel.world import World
-from trainer.run.session import open_session, open_training, set_up_device
+from trainer.run.session import open_training, set_up_device
 from trainer.semi_auto.step import GraphStep
 from trainer.semi_auto.training import open_semi_auto_training
-from trainer.step.evaluate import evaluate
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.dryrun.measure import CaseRun
 
 _RATE = 1e-3
-_GATHER = collectives.DeviceGroup.all_gather
 
 
 def prepare_process(config: Config, world: World) -> None:
@@ -45,7 +37,7 @@ def prepare_process(config: Config, world: World) -> None:
     leave_weights_empty()
     mindspore.runtime.launch_blocking()
     device_group: Any = collectives.DeviceGroup
-    device_group.all_gather = lambda group, array: np.stack([array] * group.size)
+    device_group.all_gather = wraps(device_group.all_gather)(lambda group, array: np.stack([array] * group.size))
     dispatch.exchange_counts = partial(_even_counts, config)
 
 
@@ -123,82 +115,9 @@ def _random_tokens(run: CaseRun, rows: int, seed: int) -> Batch:
     return Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), positions, segments)
 
 
-def evaluation(run: CaseRun) -> dict[str, Any]:
-    """Evaluates one batch in each step."""
-    rows = run.config.runner_config.batch_size
-    session: Any
-    if runs_semi_auto(run.config, run.world):
-        session = open_step(run)
-        rows *= parallel_degrees(run.config, run.world).data_parallel
-    else:
-        session = open_session(run.config, None, run.world, "Ascend")
-        # The rank that has the losses may not exist.
-        session.communicator.all_reduce_exact = lambda sums: [sums[0], max(sums[1], 1), *sums[2:]]
-    model = session.model
-    if session.pipeline is not None:
-        model = session.pipeline.evaluate
-    results: list[Any] = []
-
-    def evaluate_batch(number: int) -> None:
-        batches: list[Any] = [random_batch(run, rows, number)]
-        results.append(evaluate(model, session.build_inputs, batches, lambda: False, session.communicator))
-
-    run.measured_steps(evaluate_batch)
-    return {"tokens": results[-1].tokens}
-
-
-def prediction(run: CaseRun) -> dict[str, Any]:
-    """Continues prompts of different lengths with a KV cache. A step generates one token for each prompt."""
-    session: Any = open_session(run.config, None, run.world, "Ascend")
-    prompts = [[1, 2, 3, 4, 5], [6, 7]]
-    stream = Generator(session.model, session.build_inputs, []).stream(prompts, [run.steps] * 2, Sampling())
-    tokens = []
-    run.measured_steps(lambda number: tokens.append(next(stream)))
-    return {"tokens": len(tokens)}
-
-
-def checkpoint(run: CaseRun) -> dict[str, Any]:
-    """Trains a step, saves a checkpoint, loads it, and trains more steps."""
-    step = open_step(run)
-    step(micro_batches_for_step(run, step, 0))
-    saved = step.state_dict_shard()
-    with tempfile.TemporaryDirectory() as folder:
-        path = save_checkpoint(
-            Path(folder), Position(step=1), saved, step_state=step.state(), config=run.config, layout={}, base=None,
-            keep_max=1, evaluations=EvalHistory(),
-        )  # fmt: skip
-        names = sorted(each.name for each in path.iterdir())
-    if not isinstance(step, GraphStep):
-        load_weights(step.model, {name: piece.array for name, piece in saved.weights.items()})
-    step.load_optimizer({key: as_sharded_array(array).array for key, array in saved.optimizer.items()}, saved.updates)
-    step.load_state(step.state())
-    run.measured_steps(lambda number: step(micro_batches_for_step(run, step, number + 1)))
-    return {"files": names, "updates": step.optimizer.updates}
-
-
 def audit(run: CaseRun) -> dict[str, Any]:
     """Audits the configuration with graphs compiled for an Ascend. Returns the audit for `--json` and as tables."""
     from trainer.audit.report import audit_ascend, audit_dict, audit_sections
 
     result = audit_ascend(run.config, world=run.world)
     return {"values": audit_dict(result), "sections": audit_sections(result), "missing": list(result.missing)}
-
-
-def every_collective(run: CaseRun) -> dict[str, Any]:
-    """Calls each cell and function of `trainer.parallel.collectives`, forward and backward."""
-    group: Any = collectives.init_process_group(run.world)
-    x_RD = Tensor(np.ones((2 * run.world.size, 8), np.float32))
-    shapes: dict[str, Any] = {}
-
-    def call_all(number: int) -> None:
-        cells = (
-            collectives.AllReduce(group), collectives.AllGather(group), collectives.ReduceScatter(group),
-            collectives.CopyToTensorParallel(group), collectives.ReduceFromTensorParallel(group),
-        )  # fmt: skip
-        for cell in cells:
-            _, gradient = mindspore.value_and_grad(lambda x, cell=cell: cell(x).sum())(x_RD)
-            shapes[type(cell).__name__] = gradient.shape
-        shapes["gather"] = len(_GATHER(group, np.ones(2)))
-
-    run.measured_steps(call_all)
-    return {"shapes": shapes}
