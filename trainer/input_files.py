@@ -103,6 +103,19 @@ def require_new(path: Path, flag: str, force: bool) -> None:
     raise UserError("is there already", where=f"flag {flag}", key=flag, value=str(path), fix=fix)
 
 
+def write_output(path: Path, text: str, flag: str) -> None:
+    """Writes a text file that a flag names.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        raise UserError(rule, where=f"flag {flag}", key=flag, value=str(path), fix="name another file") from None
+
+
 def unwritable_reason(folder: str | Path) -> str:
     """Returns why nothing can be created in an existing folder: ``Read-only file system``; empty if it can be."""
     if os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):

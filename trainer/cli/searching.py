@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.cli.loading import gc_disabled, load_file
 from trainer.errors import EXIT_OK, UserError
-from trainer.input_files import require_new, user_path
+from trainer.input_files import require_new, user_path, write_output
 
 if TYPE_CHECKING:
     from trainer.cli.flags import Arguments
@@ -45,6 +45,7 @@ def search_layouts(arguments: Arguments, world: World, json_: bool, options: Sea
     Raises:
         UserError: The file has errors, no layout fits, or a file cannot be read or written.
     """
+    from trainer.config import dump_config
     from trainer.device.resolve import planned_device
     from trainer.plan.search.measured import corrected_rates, read_measurements
     from trainer.plan.search.render import BEST, LEFT_OUT_FIRST, result_dict, result_sections
@@ -76,7 +77,8 @@ def search_layouts(arguments: Arguments, world: World, json_: bool, options: Sea
         for candidate in best[: options.check]:
             _replace(result.candidates, candidate, _dry_run(search, config, candidate))
     if write is not None:
-        _write(search, config, shown_candidates(result.candidates)[0], write)
+        best = shown_candidates(result.candidates)[0]
+        write_output(write, dump_config(search.changed_config(config, best.layout)), "--write")
     if json_:
         print(json.dumps(result_dict(search, result, config, corrections), indent=1))
     else:
@@ -108,22 +110,6 @@ def _writable(file: Path, force: bool) -> Path:
 
 def _replace(candidates: list[Candidate], before: Candidate, after: Candidate) -> None:
     candidates[candidates.index(before)] = after
-
-
-def _write(search: LayoutSearch, config: Config, best: Candidate, path: Path) -> None:
-    """Writes the file with the best layout.
-
-    Raises:
-        UserError: It cannot be written.
-    """
-    from trainer.config import dump_config
-
-    try:
-        path.write_text(dump_config(search.changed_config(config, best.layout)), encoding="utf-8")
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        fix = "name another file"
-        raise UserError(rule, where="flag --write", key="--write", value=str(path), fix=fix) from None
 
 
 def _dry_run(search: LayoutSearch, config: Config, candidate: Candidate) -> Candidate:

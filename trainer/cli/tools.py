@@ -13,7 +13,7 @@ import typer
 from trainer.cli.loading import ConfigFile, Options, load_file
 from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
-from trainer.input_files import require_new, user_path
+from trainer.input_files import require_new, user_path, write_output
 from trainer.parallel.world import world_from_environment
 
 if TYPE_CHECKING:
@@ -113,12 +113,7 @@ def _convert(
     if output is None:
         print(conversion.text, end="")
         return EXIT_OK
-    try:
-        output.write_text(conversion.text, encoding="utf-8")
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        fix = "give another --output"
-        raise UserError(rule, where="flag --output", key=str(output), fix=fix) from None
+    write_output(output, conversion.text, "--output")
     print(output)
     return EXIT_OK
 
