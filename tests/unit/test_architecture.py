@@ -95,8 +95,9 @@ FILES_THAT_NAME = {
 
 FUSED_OPERATORS = frozenset(
     "rms_norm RmsNorm swiglu Swiglu rotary_position_embedding RotaryPositionEmbedding apply_rotary_pos_emb "
-    "ApplyRotaryPosEmb flash_attention_score FlashAttentionScore grouped_matmul grouped_matmul_v2 GroupedMatmul "
-    "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
+    "ApplyRotaryPosEmb flash_attention_score FlashAttentionScore grouped_matmul grouped_matmul_v2 "
+    "grouped_matmul_v4 GroupedMatmul GroupedMatmulV4 moe_token_permute moe_token_unpermute MoeTokenPermute "
+    "MoeTokenUnpermute".split()
 )
 ASCEND_MODULES = ("trainer.ops.ascend.kernels", "trainer.ops.ascend.moe", "trainer.ops.ascend.attention",
                   "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.ops.ascend.dropout")

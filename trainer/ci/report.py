@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from trainer.ci.plans import FilePlan
-from trainer.ci.run import Outcome
+from trainer.ci.run import FileOutcome
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _LONGEST = 60_000  # characters of a problem; GitHub takes a summary of 1 MiB
 
 
-def junit_xml(outcomes: Sequence[Outcome]) -> str:
+def junit_xml(outcomes: Sequence[FileOutcome]) -> str:
     """Returns JUnit XML with a test case for each file: a failure, or an error if the file itself is wrong."""
     failures = sum(outcome.verdict == "FAIL" for outcome in outcomes)
     errors = sum(outcome.verdict == "INVALID" for outcome in outcomes)
@@ -43,7 +43,7 @@ def _plain(text: str) -> str:
     return _NOT_XML.sub("?", text)
 
 
-def markdown(outcomes: Sequence[Outcome], plans: Sequence[FilePlan], against: str | None) -> str:
+def markdown(outcomes: Sequence[FileOutcome], plans: Sequence[FilePlan], against: str | None) -> str:
     """Returns the summary: a row for each file, then the plan of each with its changes, and what is wrong."""
     if not outcomes:
         return "# Training files\n\nNo training file was added or changed.\n"
@@ -61,7 +61,7 @@ def markdown(outcomes: Sequence[Outcome], plans: Sequence[FilePlan], against: st
     return "\n".join(lines) + "\n"
 
 
-def _changes_text(outcome: Outcome, plan: FilePlan, against: str | None) -> str:
+def _changes_text(outcome: FileOutcome, plan: FilePlan, against: str | None) -> str:
     if plan.problem:
         return "no plan"
     if against is None:

@@ -26,7 +26,7 @@ _RANK_BYTES = 1 << 30
 _LOOK_SECONDS = 0.1
 
 
-class Outcome(NamedTuple):
+class FileOutcome(NamedTuple):
     """What became of a file."""
 
     file: TrainingFile
@@ -53,7 +53,7 @@ class _Running(NamedTuple):
 def smoke_files(
     files: Sequence[TrainingFile], flags: Sequence[str], folder: Path, ranks: int,
     report_progress: Callable[[str], None],
-) -> list[Outcome]:  # fmt: skip
+) -> list[FileOutcome]:  # fmt: skip
     """Smokes files side by side and returns their outcomes in the order of the files.
 
     Args:
@@ -64,7 +64,7 @@ def smoke_files(
     jobs = jobs_at_a_time(len(files), ranks, available_memory_bytes(), len(os.sched_getaffinity(0)))
     waiting = list(files)
     running: list[_Running] = []
-    outcomes: dict[Path, Outcome] = {}
+    outcomes: dict[Path, FileOutcome] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -111,7 +111,7 @@ def _start(file: TrainingFile, flags: Sequence[str], folder: Path, place: int, j
     return _Running(file, process, place, output, errors, time.monotonic())
 
 
-def _outcome(each: _Running) -> Outcome:
+def _outcome(each: _Running) -> FileOutcome:
     with each.output, each.errors:
         each.output.seek(0)
         each.errors.seek(0)
@@ -123,10 +123,10 @@ def _outcome(each: _Running) -> Outcome:
         values = json.loads(printed)
     except ValueError:
         text = complaints.removeprefix("error: ") or f"the process ended with exit code {code}"
-        return Outcome(each.file, max(code, EXIT_RUN_FAILED), text, {}, seconds)
+        return FileOutcome(each.file, max(code, EXIT_RUN_FAILED), text, {}, seconds)
     problem = str(values.get("problem", ""))
     if code and not problem:
         problem = f"the process ended with exit code {code}"
     if code < 0:  # a signal ended it
         code = EXIT_RUN_FAILED
-    return Outcome(each.file, code, problem, values, seconds)
+    return FileOutcome(each.file, code, problem, values, seconds)

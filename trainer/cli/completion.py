@@ -78,7 +78,7 @@ complete -c @NAME@ -f -a '(__run_trainer_complete)'
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
-class Candidate(NamedTuple):
+class Completion(NamedTuple):
     """A word that may stand at the cursor, and its meaning."""
 
     word: str
@@ -112,7 +112,7 @@ def print_candidates(group: Any, words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def candidates(group: Any, words: Sequence[str]) -> list[Candidate]:
+def candidates(group: Any, words: Sequence[str]) -> list[Completion]:
     """Returns the words that may stand in place of the last of `words`; that of `FILES` for a file name."""
     *before, current = words
     commands = {name: command for name, command in group.commands.items() if not command.hidden}
@@ -120,35 +120,35 @@ def candidates(group: Any, words: Sequence[str]) -> list[Candidate]:
     if before and before[0] in commands:
         name = before[0]
     elif not before and not current.startswith("-"):
-        short = [Candidate(each, _first_sentence(command.help)) for each, command in commands.items()]
+        short = [Completion(each, _first_sentence(command.help)) for each, command in commands.items()]
         return _matching(short, current)
     command = commands[name]
     flag, equals, written = current.partition("=")
     if equals and flag.startswith("--"):
         proposed = _values(command, flag)
-        if proposed == [Candidate(FILES)]:
+        if proposed == [Completion(FILES)]:
             return []  # the shell would complete the flag, too
-        return _matching([Candidate(f"{flag}={word}", text) for word, text in proposed], current)
+        return _matching([Completion(f"{flag}={word}", text) for word, text in proposed], current)
     if current.startswith("-"):
         return _matching(_options(command, current), current)
     if before and before[-1].startswith("--") and "=" not in before[-1] and not _is_switch(command, before[-1]):
         return _fitting(_values(command, before[-1]), current)
     if name == "completion":
-        return _matching([Candidate(shell) for shell in SCRIPTS], current)
-    return [Candidate(FILES)]
+        return _matching([Completion(shell) for shell in SCRIPTS], current)
+    return [Completion(FILES)]
 
 
 def _first_sentence(text: str | None) -> str:
     return (text or "").split("\n")[0].split(". ")[0].rstrip(".")
 
 
-def _matching(proposed: Sequence[Candidate], current: str) -> list[Candidate]:
+def _matching(proposed: Sequence[Completion], current: str) -> list[Completion]:
     return [candidate for candidate in proposed if candidate.word.startswith(current)]
 
 
-def _fitting(proposed: list[Candidate], current: str) -> list[Candidate]:
+def _fitting(proposed: list[Completion], current: str) -> list[Completion]:
     """Returns the values that begin as written, or file names if the values are not known."""
-    if proposed and proposed != [Candidate(FILES)]:
+    if proposed and proposed != [Completion(FILES)]:
         return _matching(proposed, current)
     return proposed
 
@@ -158,22 +158,22 @@ def _takes_keys(command: Any) -> bool:
     return command.name == "launch" or any(option.name == "config" for option in command.params)
 
 
-def _options(command: Any, current: str) -> list[Candidate]:
+def _options(command: Any, current: str) -> list[Completion]:
     """Returns the flags of a command. Below a section, as in ``--optimizer.``, these are its keys."""
     section = current.lstrip("-").rpartition(".")[0]
     if not section:
-        proposed = [Candidate("--help", "Shows the help of the command")]
+        proposed = [Completion("--help", "Shows the help of the command")]
         for option in command.params:
             if option.param_type_name == "option":
                 text = _first_sentence(option.help)
-                proposed += [Candidate(word, text) for word in option.opts if word.startswith("--")]
+                proposed += [Completion(word, text) for word in option.opts if word.startswith("--")]
         if command.name == "launch":
             from trainer.launch.arguments import HELP
 
-            proposed += [Candidate(f"--{name}", _first_sentence(text)) for name, (_, text) in HELP.items()]
-            proposed.append(Candidate("--config", "The YAML file"))
+            proposed += [Completion(f"--{name}", _first_sentence(text)) for name, (_, text) in HELP.items()]
+            proposed.append(Completion("--config", "The YAML file"))
         if _takes_keys(command):
-            proposed += [Candidate(f"--{flag.name}", _first_sentence(flag.help)) for flag in FLAGS]
+            proposed += [Completion(f"--{flag.name}", _first_sentence(flag.help)) for flag in FLAGS]
             proposed += _keys("")
         return list({candidate.word: candidate for candidate in reversed(proposed)}.values())[::-1]
     if _takes_keys(command):
@@ -181,7 +181,7 @@ def _options(command: Any, current: str) -> list[Candidate]:
     return []
 
 
-def _keys(section: str) -> list[Candidate]:
+def _keys(section: str) -> list[Completion]:
     """Returns the keys of a section as flags; a section in it ends with a dot."""
     from trainer.config.read.relocate import fields_at
     from trainer.config.schema.fields import fields_by_yaml_name, shape_of, support_of
@@ -192,7 +192,7 @@ def _keys(section: str) -> list[Candidate]:
     if section:
         kinds = [kind for field in fields_at(section) for kind in shape_of(field).kinds]
         prefix = f"--{section}."
-    proposed: dict[str, Candidate] = {}
+    proposed: dict[str, Completion] = {}
     for name, field in (item for kind in kinds for item in fields_by_yaml_name(kind).items()):
         word = f"{prefix}{name}"
         shape = shape_of(field)
@@ -201,7 +201,7 @@ def _keys(section: str) -> list[Candidate]:
         if shape.is_list:
             word += "0."
         if support_of(field)[0] == "supported":
-            proposed.setdefault(word, Candidate(word, _first_sentence(field.description)))
+            proposed.setdefault(word, Completion(word, _first_sentence(field.description)))
     return list(proposed.values())
 
 
@@ -215,14 +215,14 @@ def _is_switch(command: Any, flag: str) -> bool:
     return flag in ("--help", "--force", "--elastic") or (option is not None and option.is_flag)
 
 
-def _values(command: Any, flag: str) -> list[Candidate]:
+def _values(command: Any, flag: str) -> list[Completion]:
     """Returns the values of a flag, `FILES` for a path, or nothing if they are unknown."""
     option = _option_of(command, flag)
     if flag in _VALUES:
-        return [Candidate(value) for value in _VALUES[flag]]
+        return [Completion(value) for value in _VALUES[flag]]
     if option is not None or flag == "--config":
         metavar = getattr(option, "metavar", None) or "FILE"
-        return [Candidate(FILES)] * any(word in metavar for word in _PATHS)
+        return [Completion(FILES)] * any(word in metavar for word in _PATHS)
     known = next((each for each in FLAGS if flag == f"--{each.name}"), None)
     key = flag.removeprefix("--")
     if known is not None:
@@ -232,16 +232,16 @@ def _values(command: Any, flag: str) -> list[Candidate]:
         return values
     is_path = key.rpartition(".")[2].split("_")[-1] in _PATH_ENDINGS
     if is_path or (known is not None and any(word in known.metavar for word in _PATHS)):
-        return [Candidate(FILES)]
+        return [Completion(FILES)]
     return []
 
 
-def _values_of_key(key: str) -> Iterator[Candidate]:
+def _values_of_key(key: str) -> Iterator[Completion]:
     """Yields the words that a key of the configuration can be."""
     from trainer.config.read.relocate import fields_at
 
     words = dict.fromkeys(word for field in fields_at(key) for word in _literals(field.annotation))
-    yield from map(Candidate, words)
+    yield from map(Completion, words)
 
 
 def _literals(annotation: Any) -> Iterator[str]:

@@ -34,12 +34,12 @@ def _compare(
     json_: _Json = False,
 ) -> int:
     """Compares runs: figures, settings that differ, and the first step whose numbers differ from the first run's."""
-    from trainer.report.compare import compare, comparison_dict, comparison_tables
+    from trainer.report.compare import compare_runs, comparison_dict, comparison_tables
     from trainer.tables import print_fitting
 
     if len(folders) < 2:
         raise UserError("there is nothing to compare", key="RUN", fix="name two runs or more")
-    comparison = compare([user_path(folder, "argument RUN") for folder in folders])
+    comparison = compare_runs([user_path(folder, "argument RUN") for folder in folders])
     for folder, record in zip(folders, comparison.records, strict=True):
         if exact and not record.step and not record.metrics.evaluations:
             fix = "name runs that have done a step"
@@ -52,12 +52,12 @@ def _compare(
             print_fitting(comparison_tables(comparison, loss))
     if output is not None:
         from trainer.monitors.files import make_folder
-        from trainer.report.compare_page import draw_comparison, write_page
+        from trainer.report.compare_page import draw_comparison, write_comparison
 
         folder = user_path(output, "flag --output")
         make_folder(folder, "flag --output")
         draw_comparison(comparison, folder / "compare.png")
-        write_page(comparison, folder / "compare.html", loss)
+        write_comparison(comparison, folder / "compare.html", loss)
         if not json_:
             print(folder / "compare.html", folder / "compare.png", sep="\n")
     if exact and any(comparison.differences):

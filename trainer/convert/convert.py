@@ -23,7 +23,7 @@ from trainer.config.read.yaml_reader import parse_document
 from trainer.config.schema.callbacks import LossMonitor
 from trainer.config.schema.fields import fields_by_yaml_name, support_of
 from trainer.config.schema.system import ParallelConfig
-from trainer.convert.facts import Comparison, compare
+from trainer.convert.facts import PlanComparison, compare_plans
 from trainer.convert.newer import NewerFile, different_keys, is_below, newer_file, newer_text
 from trainer.data.batches.mindrecord import column_roles
 from trainer.errors import UserError, shorten_repr
@@ -97,7 +97,7 @@ class Conversion(NamedTuple):
     text: str
     before: Config
     after: Config
-    comparisons: list[Comparison]
+    comparisons: list[PlanComparison]
     changes: list[Difference]
     """What the new file cannot say; empty if both train the same."""
     notes: list[str]
@@ -153,7 +153,7 @@ def _to_older(path: str, text: str, config: Config, plan: Plan) -> Conversion:
     written, notes = older_text(path, text)
     problems: list[ConfigError] = []
     after = parse_config(_other_name(path, OLDER), written, (), problems)
-    comparisons = compare(plan, _plan(after, problems), plan.config.runner_config.max_steps or 1)
+    comparisons = compare_plans(plan, _plan(after, problems), plan.config.runner_config.max_steps or 1)
     keys = different_keys(config, after)
     differences = _differences(config, comparisons, keys, {})
     comparisons.append(_other_keys(config, keys))
@@ -168,7 +168,7 @@ def _to_newer(path: str, config: Config, plan: Plan) -> Conversion:
     stated = _restated(config, plan, steps)
     file = newer_file(stated, _other_name(path, NEWER))
     try:
-        comparisons = compare(plan, _plan(file.config, [], plan), steps)
+        comparisons = compare_plans(plan, _plan(file.config, [], plan), steps)
     except UserError as error:
         rule = f"its training cannot be planned in the newer schema: {error}"
         raise UserError(rule, where=path, fix="use the older file, or change what the message says") from None
@@ -265,7 +265,7 @@ def _harmless(key: str) -> str:
 
 
 def _differences(
-    config: Config, comparisons: list[Comparison], keys: dict[str, tuple[Any, Any]], refused: dict[str, str]
+    config: Config, comparisons: list[PlanComparison], keys: dict[str, tuple[Any, Any]], refused: dict[str, str]
 ) -> list[Difference]:
     """Returns the keys and facts that the new file changes; facts that follow from such keys are left out."""
     differences = [Difference(key, *values, refused.get(key, "")) for key, values in keys.items()]
@@ -277,11 +277,11 @@ def _differences(
     return differences
 
 
-def _other_keys(config: Config, different: dict[str, tuple[Any, Any]]) -> Comparison:
+def _other_keys(config: Config, different: dict[str, tuple[Any, Any]]) -> PlanComparison:
     """Returns the comparison of all keys, of which those with the same effect have been left out."""
     count = sum(1 for _ in flatten(plain_values(config)))
     names = ", ".join(map(config.source.name, different))
-    return Comparison("other keys", f"{count} keys", f"without {names}", not different, ())
+    return PlanComparison("other keys", f"{count} keys", f"without {names}", not different, ())
 
 
 def _error(config: Config, difference: Difference) -> ConfigError:

@@ -28,7 +28,7 @@ class Fact(NamedTuple):
     """The keys, or beginnings of keys, that have no other effect than this fact."""
 
 
-class Comparison(NamedTuple):
+class PlanComparison(NamedTuple):
     """A fact of two configurations."""
 
     name: str
@@ -45,11 +45,11 @@ class Comparison(NamedTuple):
         return f"{self.name:<15} DIFFERS: {self.before} -> {self.after}"
 
 
-def compare(before: Plan, after: Plan, steps: int) -> list[Comparison]:
+def compare_plans(before: Plan, after: Plan, steps: int) -> list[PlanComparison]:
     """Compares two plans of runs of so many steps."""
     pairs = zip(_facts(before, steps), _facts(after, steps), strict=True)
     return [
-        Comparison(first.name, first.text, second.text, first.value == second.value, first.keys)
+        PlanComparison(first.name, first.text, second.text, first.value == second.value, first.keys)
         for first, second in pairs
     ]
 

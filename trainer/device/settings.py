@@ -39,7 +39,7 @@ _KEYS = (
 
 
 @dataclass(frozen=True)
-class Call:
+class DeviceCall:
     """A call of MindSpore: its name below `mindspore`, and its arguments as (name, value), "" for a positional one."""
 
     name: str
@@ -62,7 +62,7 @@ class Call:
         )
 
 
-def device_calls(config: Config, device: str) -> tuple[Call, ...]:
+def device_calls(config: Config, device: str) -> tuple[DeviceCall, ...]:
     """Returns the calls to make before anything runs on the device, in order; empty for all devices but an Ascend.
 
     Raises:
@@ -80,9 +80,10 @@ def device_calls(config: Config, device: str) -> tuple[Call, ...]:
         "runtime.dispatch_threads_num": context.inter_op_parallel_num or None,
         "device_context.cpu.op_tuning.threads_num": context.runtime_num_threads or None,
     }
-    calls = [*_memory(config), *(Call(name, (("", value),)) for name, value in single.items() if value is not None)]
+    calls = _memory(config)
+    calls += [DeviceCall(name, (("", value),)) for name, value in single.items() if value is not None]
     if context.pynative_synchronize:
-        calls.append(Call("runtime.launch_blocking"))
+        calls.append(DeviceCall("runtime.launch_blocking"))
     cores = context.affinity_cpu_list
     if cores is not None and cores != "":
         key = "affinity_cpu_list"
@@ -94,7 +95,7 @@ def device_calls(config: Config, device: str) -> tuple[Call, ...]:
         arguments: tuple[tuple[str, Any], ...] = (("", True), (key, listed))
         if isinstance(cores, bool):
             arguments = (("", cores),)
-        calls.append(Call("runtime.set_cpu_affinity", arguments))
+        calls.append(DeviceCall("runtime.set_cpu_affinity", arguments))
     return (*calls, *_ascend(config))
 
 
@@ -143,7 +144,7 @@ def unused_keys(config: Config, device: str) -> list[str]:
     return unused
 
 
-def _memory(config: Config) -> list[Call]:
+def _memory(config: Config) -> list[DeviceCall]:
     """Returns one call for all keys of memory: MindSpore refuses a second one."""
     arguments = []
     for key, name in _MEMORY.items():
@@ -156,11 +157,11 @@ def _memory(config: Config) -> list[Call]:
     if config.context.memory_optimize_level is not None:
         arguments.append(("optimize_level", config.context.memory_optimize_level))
     if arguments:
-        return [Call("runtime.set_memory", tuple(arguments))]
+        return [DeviceCall("runtime.set_memory", tuple(arguments))]
     return []
 
 
-def _ascend(config: Config) -> list[Call]:
+def _ascend(config: Config) -> list[DeviceCall]:
     calls = []
     for name, value in (config.context.ascend_config or {}).items():
         key = f"ascend_config.{name}"
@@ -176,7 +177,7 @@ def _ascend(config: Config) -> list[Call]:
         if not isinstance(value, kind):
             words = {bool: "true or false", str: "a string"}[kind]
             raise _error(config, key, value, f"must be {words}", "correct the value")
-        calls.append(Call(call, (("", value),)))
+        calls.append(DeviceCall(call, (("", value),)))
     return calls
 
 

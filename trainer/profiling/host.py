@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.profiling.regions import BACKWARD, FORWARD, Key, Patches, RegionCost, RegionTimer
+from trainer.profiling.regions import BACKWARD, FORWARD, Patches, RegionCost, RegionKey, RegionTimer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -157,7 +157,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     return patches
 
 
-def profile_rows(totals: Mapping[Key, RegionCost], steps: int) -> list[tuple[Key, RegionCost]]:
+def profile_rows(totals: Mapping[RegionKey, RegionCost], steps: int) -> list[tuple[RegionKey, RegionCost]]:
     """Returns the costs of one step, the mean over `steps`. The longest are first, and the unexplained rest is last."""
     rows = {
         key: RegionCost(cost.seconds / steps, cost.calls // steps, cost.bytes / steps, cost.operations / steps)
@@ -166,7 +166,7 @@ def profile_rows(totals: Mapping[Key, RegionCost], steps: int) -> list[tuple[Key
     return sorted(rows.items(), key=lambda pair: (pair[0].name == NOT_EXPLAINED, -pair[1].seconds))
 
 
-def profile_table(title: str, rows: Iterable[tuple[Key, RegionCost]]) -> Table:
+def profile_table(title: str, rows: Iterable[tuple[RegionKey, RegionCost]]) -> Table:
     """Returns the table of a profile, with time, calls, memory bandwidth and GFLOP/s of each part."""
     from rich.table import Table
 

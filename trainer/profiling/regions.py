@@ -20,7 +20,7 @@ BACKWARD = "backward"
 WAITING = "waiting threads"
 
 
-class Key(NamedTuple):
+class RegionKey(NamedTuple):
     """The name of a part, and its direction: FORWARD, BACKWARD, or empty outside of the model."""
 
     name: str
@@ -64,7 +64,7 @@ Cost = Callable[[tuple], tuple[float, float]]
 class Event(NamedTuple):
     """One call. `seconds` includes the time of the functions that it calls."""
 
-    key: Key
+    key: RegionKey
     thread: int
     began: float
     seconds: float
@@ -82,7 +82,7 @@ class RegionTimer:
         self.clock = clock
         self.now = _Thread()
         self.lock = threading.Lock()
-        self.rows: dict[Key, RegionCost] = {}
+        self.rows: dict[RegionKey, RegionCost] = {}
         self.events = events
 
     @property
@@ -92,7 +92,7 @@ class RegionTimer:
             return self.now.names[-1]
         return ""
 
-    def add(self, key: Key, cost: RegionCost) -> None:
+    def add(self, key: RegionKey, cost: RegionCost) -> None:
         """Adds a cost to that of a part."""
         with self.lock:
             self.rows.setdefault(key, RegionCost()).add(cost)
@@ -109,7 +109,7 @@ class RegionTimer:
         before = now.direction
         if direction is not None:
             now.direction = direction
-        key = Key(name, now.direction)
+        key = RegionKey(name, now.direction)
         try:
             yield
         finally:
@@ -192,7 +192,7 @@ class RegionTimer:
                 taken = self.clock() - began
                 if caller.inside:
                     caller.inside[-1] += taken
-                self.add(Key(WAITING, direction), RegionCost(taken - sum(busy) * share, 1))
+                self.add(RegionKey(WAITING, direction), RegionCost(taken - sum(busy) * share, 1))
 
         return timed
 

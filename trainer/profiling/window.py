@@ -204,9 +204,9 @@ def _end_range(number: Any) -> None:
 
 
 def _step_event(number: int, began: float, ended: float) -> Event:
-    from trainer.profiling.regions import Key
+    from trainer.profiling.regions import RegionKey
 
-    return Event(Key(f"step {number}"), threading.get_ident(), began, ended - began)
+    return Event(RegionKey(f"step {number}"), threading.get_ident(), began, ended - began)
 
 
 def chrome_trace(events: Iterable[Event], name: str) -> list[dict[str, Any]]:

@@ -50,14 +50,14 @@ class FirstDifference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Runs in the order in which they were named.
 
     Attributes:
         names: The names of the runs, all different.
         settings: The keys that differ, with the value in each run; `ABSENT` if a run does not have the key.
         differences: The first difference between the first run and each other one, None if all numbers are the same.
-            Empty if `compare` was called without them.
+            Empty if `compare_runs` was called without them.
     """
 
     records: list[RunData]
@@ -66,7 +66,7 @@ class Comparison:
     differences: list[FirstDifference | None]
 
 
-def compare(folders: Sequence[Path], with_differences: bool = True) -> Comparison:
+def compare_runs(folders: Sequence[Path], with_differences: bool = True) -> RunComparison:
     """Reads and compares runs.
 
     Args:
@@ -90,7 +90,7 @@ def compare(folders: Sequence[Path], with_differences: bool = True) -> Compariso
     differences = []
     if with_differences:
         differences = [first_difference(records[0].folder, record.folder) for record in records[1:]]
-    return Comparison(records, names, settings, differences)
+    return RunComparison(records, names, settings, differences)
 
 
 def _differing_settings(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
@@ -130,7 +130,7 @@ def _numbers(folder: Path) -> Iterator[MetricsRecord]:
             yield record
 
 
-def figures_table(comparison: Comparison, loss: float | None = None) -> tuple[tuple[str, ...], Rows]:
+def figures_table(comparison: RunComparison, loss: float | None = None) -> tuple[tuple[str, ...], Rows]:
     """Returns the table of results: a header, and a row for each run.
 
     Args:
@@ -227,7 +227,7 @@ def tokens_to_loss(record: RunData, loss: float) -> int | None:
     return curves.tokens[min(bisect.bisect_left(curves.steps, reached), len(curves.steps) - 1)]
 
 
-def comparison_tables(comparison: Comparison, loss: float | None = None) -> list[tuple[str, Rows]]:
+def comparison_tables(comparison: RunComparison, loss: float | None = None) -> list[tuple[str, Rows]]:
     """Returns the comparison as titled tables: results, differing settings, and first differences if they are known."""
     header, rows = figures_table(comparison, loss)
     settings: Rows = [(key, *map(str, values)) for key, values in comparison.settings]
@@ -249,7 +249,7 @@ def comparison_tables(comparison: Comparison, loss: float | None = None) -> list
     return tables
 
 
-def comparison_dict(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:
+def comparison_dict(comparison: RunComparison, loss: float | None = None) -> dict[str, Any]:
     """Returns the comparison for programs, with numbers that are not rounded."""
     runs = []
     for name, record in zip(comparison.names, comparison.records, strict=True):

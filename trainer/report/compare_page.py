@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from trainer import __version__
 from trainer.input_files import replace_surrogates
 from trainer.monitors.files import write_text
-from trainer.report.compare import Comparison, comparison_tables
+from trainer.report.compare import RunComparison, comparison_tables
 from trainer.report.page import MAX_POINTS, assemble_page, round_digits
 from trainer.report.picture import panel_grid, picture_text, style_panels
 from trainer.report.record import loss_title
@@ -35,13 +35,13 @@ class Curve(NamedTuple):
     is_eval: bool = False
 
 
-def _panels(comparison: Comparison) -> list[tuple[str, str]]:
+def _panels(comparison: RunComparison) -> list[tuple[str, str]]:
     """Returns the fields that are drawn, with their titles; that of the loss names each kind of loss of the runs."""
     titles = dict.fromkeys(loss_title(record.config) for record in comparison.records)
     return [("loss", " / ".join(titles)), *_PANELS]
 
 
-def _field_curves(comparison: Comparison, field: str) -> list[Curve]:
+def _field_curves(comparison: RunComparison, field: str) -> list[Curve]:
     """Returns the curves of a field, one for each run; for the loss also the evaluations."""
     found = []
     for number, record in enumerate(comparison.records):
@@ -57,7 +57,7 @@ def _field_curves(comparison: Comparison, field: str) -> list[Curve]:
     return found
 
 
-def draw_comparison(comparison: Comparison, path: Path) -> None:
+def draw_comparison(comparison: RunComparison, path: Path) -> None:
     """Writes the picture. Raises OSError if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -94,13 +94,13 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     os.replace(unfinished, path)
 
 
-def write_page(comparison: Comparison, path: Path, loss: float | None = None) -> None:
+def write_comparison(comparison: RunComparison, path: Path, loss: float | None = None) -> None:
     """Writes the page. Raises RunError if it cannot be written."""
     data = _page_data(comparison, loss)
     write_text(path, assemble_page(data["title"], data, "compare.js"))
 
 
-def _page_data(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:
+def _page_data(comparison: RunComparison, loss: float | None = None) -> dict[str, Any]:
     """Returns what the page shows, as plain values."""
     charts: list[dict[str, Any]] = []
     for field, title in _panels(comparison):

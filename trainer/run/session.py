@@ -31,7 +31,7 @@ from trainer.config.teacher import teacher_dtypes, teacher_run
 from trainer.data.batches.context import ContextShard
 from trainer.device.pool import set_up_cpu_pool
 from trainer.device.resolve import resolve_device
-from trainer.device.settings import Call, device_calls, jit_options
+from trainer.device.settings import DeviceCall, device_calls, jit_options
 from trainer.device.threads import set_up_cpu_threads
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
@@ -395,7 +395,7 @@ def set_up_device(config: Config, device: str, world: World = SINGLE_PROCESS) ->
 
 
 @functools.cache
-def _make_calls(calls: tuple[Call, ...]) -> None:
+def _make_calls(calls: tuple[DeviceCall, ...]) -> None:
     """Makes each call once in a process, because MindSpore refuses a second one."""
     for call in calls:
         call.make(mindspore)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from trainer.config import Config
 from trainer.config.checks.problem import value_of
 from trainer.config.read.dump import SMALL_COPY, dump_values, plain_values
-from trainer.smoke.degrees import Layout
+from trainer.smoke.degrees import SmokeLayout
 
 
 class Setup(NamedTuple):
@@ -22,7 +22,7 @@ class Setup(NamedTuple):
     device: str  # that it runs on
     missing: dict[str, str]  # data set sections whose data is not here -> the path that is written, or empty
     large: frozenset[str] = frozenset()  # sections whose text takes long to tokenize
-    layout: Layout = Layout()  # of the processes
+    layout: SmokeLayout = SmokeLayout()  # of the processes
     left_out: Mapping[str, str] = {}  # kinds of parallelism that the layout does not have -> why
 
 

@@ -24,7 +24,7 @@ KINDS = ("pipeline_stage", "model_parallel", "expert_parallel", "context_paralle
 _SMOKE_DEGREE = 2
 
 
-class Layout(NamedTuple):
+class SmokeLayout(NamedTuple):
     """The parallelism of a smoke run.
 
     Attributes:
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         return kinds
 
 
-def possible_layouts(asked: Collection[str], ranks: int) -> list[Layout]:
+def possible_layouts(asked: Collection[str], ranks: int) -> list[SmokeLayout]:
     """Returns all layouts with kinds of parallelism of the file, the best first; the last one is pure data parallelism.
 
     Args:
@@ -52,7 +52,7 @@ def possible_layouts(asked: Collection[str], ranks: int) -> list[Layout]:
     subsets = (kinds for number in range(len(asked) + 1) for kinds in combinations(asked, number))
     layouts = dict.fromkeys(layout_with(kinds, ranks) for kinds in subsets)
 
-    def sort_key(layout: Layout) -> tuple[int, list[int], bool]:
+    def sort_key(layout: SmokeLayout) -> tuple[int, list[int], bool]:
         missing = [place for place, kind in enumerate(KINDS) if kind in asked and kind not in layout.kinds()]
         places = [-place for place in missing if KINDS[place] != SHARING]
         return len(places), places, not layout.shares
@@ -60,7 +60,7 @@ def possible_layouts(asked: Collection[str], ranks: int) -> list[Layout]:
     return sorted(layouts, key=sort_key)
 
 
-def layout_with(kinds: Collection[str], ranks: int) -> Layout:
+def layout_with(kinds: Collection[str], ranks: int) -> SmokeLayout:
     """Returns a layout of `ranks` ranks with as many of these kinds of parallelism as fit."""
     left = ranks
     degrees = dict.fromkeys(Degrees._fields, 1)
@@ -71,14 +71,14 @@ def layout_with(kinds: Collection[str], ranks: int) -> Layout:
     degrees["data_parallel"] *= left
     if "expert_parallel" in kinds and (ranks // degrees["pipeline_stage"]) % _SMOKE_DEGREE == 0:
         degrees["expert_parallel"] = _SMOKE_DEGREE
-    return Layout(Degrees(**degrees), SHARING in kinds and ranks > 1)
+    return SmokeLayout(Degrees(**degrees), SHARING in kinds and ranks > 1)
 
 
 def parallelism_kinds(config: Config, world: World) -> list[str]:
     """Returns the kinds of parallelism that a configuration has in a job of this world size."""
     if config.use_parallel is False:
         return []
-    kinds = Layout(parallel_degrees(config, world), bool(config.parallel.enable_parallel_optimizer)).kinds()
+    kinds = SmokeLayout(parallel_degrees(config, world), bool(config.parallel.enable_parallel_optimizer)).kinds()
     return [kind for kind in KINDS if kind in kinds]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from trainer.cli.flags import Arguments
 from trainer.errors import UserError
-from trainer.report.compare import compare, comparison_tables
-from trainer.report.compare_page import draw_comparison, write_page
+from trainer.report.compare import compare_runs, comparison_tables
+from trainer.report.compare_page import draw_comparison, write_comparison
 from trainer.report.record import is_run_folder
 from trainer.sweep.run import jobs_for, prepare_sweep, run_sweep
 from trainer.tables import print_fitting
@@ -33,9 +33,9 @@ def sweep(arguments: Arguments, grids: Sequence[str], jobs: int | None) -> int:
     code = run_sweep(runs, at_a_time, report_progress)
     folders = [run.folder for run in runs if is_run_folder(run.folder)]
     if len(folders) > 1:
-        comparison = compare(folders, with_differences=False)  # no two runs have the same settings
+        comparison = compare_runs(folders, with_differences=False)  # no two runs have the same settings
         print_fitting(comparison_tables(comparison))
         draw_comparison(comparison, root / "compare.png")
-        write_page(comparison, root / "compare.html")
+        write_comparison(comparison, root / "compare.html")
         report_progress(f"{root / 'compare.html'}\n{root / 'compare.png'}")
     return code

@@ -12,7 +12,7 @@ from config_helpers import BASE
 from trainer.ci.files import TrainingFile, find_training_files, is_training_file
 from trainer.ci.plans import FilePlan, PlanRow, plan_with_changes
 from trainer.ci.report import junit_xml, markdown
-from trainer.ci.run import Outcome, file_folder, jobs_at_a_time
+from trainer.ci.run import FileOutcome, file_folder, jobs_at_a_time
 from trainer.errors import UserError
 
 NEWER = "training: {steps: 3}\nmodel: {num_hidden_layers: 2}\n"
@@ -102,8 +102,8 @@ def test_files_of_equal_names_have_folders_of_their_own():
     assert len(names) == 5 and all("/" not in name and not name.startswith(".") for name in names)
 
 
-def outcome(path: str, code: int, problem: str = "", old: str | None = None, **values: object) -> Outcome:
-    return Outcome(TrainingFile(Path(path), old), code, problem, values, 1.5)
+def outcome(path: str, code: int, problem: str = "", old: str | None = None, **values: object) -> FileOutcome:
+    return FileOutcome(TrainingFile(Path(path), old), code, problem, values, 1.5)
 
 
 OUTCOMES = [

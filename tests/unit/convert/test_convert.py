@@ -11,7 +11,7 @@ from config_helpers import failure
 from trainer.config import parse_config
 from trainer.config.read.dump import plain_values
 from trainer.convert.convert import NEWER, OLDER, Conversion, convert
-from trainer.convert.facts import compare
+from trainer.convert.facts import compare_plans
 from trainer.convert.newer import different_keys
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.run.plan_file import plan_file, world_from_degrees
@@ -252,7 +252,7 @@ def test_each_fact_notices_a_difference(name: str, change: str):
         config = parse_config("a.yaml", written)
         world = world_from_degrees(config, SINGLE_PROCESS)
         plans.append(plan_file(config, world, [], opens_data=False, checks_memory=False))
-    differing = [comparison for comparison in compare(*plans, 50) if not comparison.is_equal]
+    differing = [comparison for comparison in compare_plans(*plans, 50) if not comparison.is_equal]
     assert name in [comparison.name for comparison in differing]
     assert all("DIFFERS" in comparison.line for comparison in differing)
 

@@ -16,7 +16,7 @@ from trainer.config import Config
 from trainer.device import doctor
 from trainer.device import resolve as device_room
 from trainer.device.resolve import device_notes, resolve_device
-from trainer.device.settings import Call, device_calls, jit_options
+from trainer.device.settings import DeviceCall, device_calls, jit_options
 from trainer.run.prepare import build_plan
 
 MISSING = ["no card (/dev/davinci0)", "no CANN libraries (/usr/local/Ascend, ASCEND_HOME_PATH)"]
@@ -267,6 +267,6 @@ def test_set_context_itself_names_these_calls() -> None:
 
 
 def test_a_call_in_words() -> None:
-    assert str(Call("set_deterministic", (("", True),))) == "set_deterministic(True)"
-    assert str(Call("runtime.set_memory", (("max_size", "58GB"),))) == "runtime.set_memory(max_size='58GB')"
-    assert inspect.signature(Call.make).parameters.keys() == {"self", "mindspore"}
+    assert str(DeviceCall("set_deterministic", (("", True),))) == "set_deterministic(True)"
+    assert str(DeviceCall("runtime.set_memory", (("max_size", "58GB"),))) == "runtime.set_memory(max_size='58GB')"
+    assert inspect.signature(DeviceCall.make).parameters.keys() == {"self", "mindspore"}

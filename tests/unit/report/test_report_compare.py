@@ -17,7 +17,7 @@ from trainer.errors import UserError
 from trainer.monitors import formatting
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import Totals
-from trainer.report.compare import FirstDifference, compare, first_difference, tokens_to_loss
+from trainer.report.compare import FirstDifference, compare_runs, first_difference, tokens_to_loss
 from trainer.report.page import report_data
 from trainer.report.record import read_run
 from trainer.report.starts import StartMonitor
@@ -70,10 +70,10 @@ def test_the_first_difference_of_two_runs(tmp_path, records, expected):
 
 def test_settings_that_differ_are_named_with_all_values(tmp_path):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", RECORDS, "seed=7", "optimizer.eps=1e-6")]
-    found = compare(runs)
+    found = compare_runs(runs)
     assert found.settings == [("seed", [1, 7]), ("optimizer.eps", [1e-08, 1e-06])]
     assert found.names == ["a", "b"] and found.differences == [None]
-    again = compare([runs[0], write_run(tmp_path / "other" / "a")])
+    again = compare_runs([runs[0], write_run(tmp_path / "other" / "a")])
     assert again.settings == [] and again.names == [str(runs[0]), str(tmp_path / "other" / "a")]
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from trainer.checkpoint.mindformers.names import SourceTensor, is_run_state
-from trainer.checkpoint.mindformers.strategy import ParameterLayout, StrategyError, read_strategy
+from trainer.checkpoint.mindformers.strategy import SourceLayout, StrategyError, read_strategy
 from trainer.checkpoint.store import ENDING, read_safetensors
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
@@ -344,7 +344,7 @@ def _merge_fix(source: Source, strategy: Path) -> str:
     )
 
 
-def _open_strategies(source: Source, where: str, strategy: str) -> tuple[dict[int, dict[str, ParameterLayout]], Path]:
+def _open_strategies(source: Source, where: str, strategy: str) -> tuple[dict[int, dict[str, SourceLayout]], Path]:
     """Returns the layouts of each rank, and the folder of the strategy files; no layouts if it does not exist."""
     folder = source.path.parent / "strategy"
     if strategy:
@@ -356,7 +356,7 @@ def _open_strategies(source: Source, where: str, strategy: str) -> tuple[dict[in
         files = sorted(folder.rglob("*.ckpt"))
     if not files and not strategy:
         return {}, folder
-    layouts: dict[int, dict[str, ParameterLayout]] = {}
+    layouts: dict[int, dict[str, SourceLayout]] = {}
     try:
         if not files:
             raise StrategyError("the folder has no .ckpt file")
@@ -372,9 +372,9 @@ def _open_strategies(source: Source, where: str, strategy: str) -> tuple[dict[in
     return layouts, folder
 
 
-def _stage_layouts(layouts: Mapping[str, ParameterLayout], rank: int) -> dict[str, ParameterLayout]:
+def _stage_layouts(layouts: Mapping[str, SourceLayout], rank: int) -> dict[str, SourceLayout]:
     """Returns the layouts of a rank's stage: a merged file has the number of a stage before each name."""
-    stage_layouts: dict[str, ParameterLayout] = {}
+    stage_layouts: dict[str, SourceLayout] = {}
     for name, layout in layouts.items():
         stage, dash, rest = name.partition("-")
         if not dash:

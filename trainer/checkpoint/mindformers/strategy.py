@@ -30,7 +30,7 @@ class StrategyError(ValueError):
     """A strategy file cannot be read, or says something else than this trainer knows."""
 
 
-class ParameterLayout(NamedTuple):
+class SourceLayout(NamedTuple):
     """How a parameter is sharded over the ranks of a pipeline stage.
 
     Attributes:
@@ -88,7 +88,7 @@ def _number(digits: list[tuple[int, int]]) -> int:
     return number
 
 
-def read_strategy(path: Path) -> dict[str, ParameterLayout]:
+def read_strategy(path: Path) -> dict[str, SourceLayout]:
     """Returns the layout of each parameter in a strategy file; those of a merged file have the stage before the name.
 
     Raises:
@@ -108,7 +108,7 @@ def read_strategy(path: Path) -> dict[str, ParameterLayout]:
     return layouts
 
 
-def _parameter_layout(message: bytes) -> ParameterLayout:
+def _parameter_layout(message: bytes) -> SourceLayout:
     fields = list(_fields(message))
     device_matrix, *others = [_numbers(value) for number, value in fields if number == _DEVICE_MATRIX]
     if others or any(_numbers(value) for number, value in fields if number == _SPLIT_SHAPE):
@@ -127,7 +127,7 @@ def _parameter_layout(message: bytes) -> ParameterLayout:
         raise ValueError("a layout without axes or ranks")
     if any(axis not in range(len(device_matrix)) for axes in sharding for axis in axes):
         raise ValueError("an axis that the device matrix does not have")
-    return ParameterLayout(device_matrix, sharding, optimizer_ranks)
+    return SourceLayout(device_matrix, sharding, optimizer_ranks)
 
 
 def _numbers(message: int | bytes) -> tuple[int, ...]:

@@ -40,7 +40,6 @@ from trainer.models.spec.sublayers import latent_spec
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
 
-"""The section of the file that describes the adapters."""
 _EXCLUDED = f"{SECTION}.exclude_layers"
 _LARGEST_LAYER = 256
 """Of a pattern with a layer that the model does not have."""

@@ -183,7 +183,7 @@ def _move(root: Table, row: Row, entry: Entry) -> None:
     if present is None or (is_null(present.node) and not row.keeps_null):
         target.explicit[name] = entry
     elif present.node is not entry.node:
-        target.explicit[name] = Entry(merge(present, entry, row.new), present.place)
+        target.explicit[name] = Entry(merge_entries(present, entry, row.new), present.place)
 
 
 def _move_into_list(root: Table, key: str, index: int, entry: Entry) -> None:
@@ -198,7 +198,7 @@ def _move_into_list(root: Table, key: str, index: int, entry: Entry) -> None:
     if not isinstance(items, Items) or index >= len(items.entries):
         raise disagreement(key, present, entry)
     if items.entries[index].place.text:
-        merge(items.entries[index], entry, f"{key}.{index}")
+        merge_entries(items.entries[index], entry, f"{key}.{index}")
     items.entries[index] = entry
 
 
@@ -212,7 +212,7 @@ def default_node(field: FieldInfo) -> Items | Scalar:
     return Scalar(None)
 
 
-def merge(first: Entry, second: Entry, key: str) -> Node:
+def merge_entries(first: Entry, second: Entry, key: str) -> Node:
     """Returns one node with the contents of two places.
 
     Raises:
@@ -223,7 +223,8 @@ def merge(first: Entry, second: Entry, key: str) -> Node:
         for name, entry in second.node.entries().items():
             if name in table.explicit:
                 earlier = table.explicit[name]
-                table.explicit[name] = Entry(merge(earlier, entry, f"{key}.{name}"), earlier.place, earlier.is_alias)
+                node = merge_entries(earlier, entry, f"{key}.{name}")
+                table.explicit[name] = Entry(node, earlier.place, earlier.is_alias)
             else:
                 table.explicit[name] = entry
         return table

@@ -15,7 +15,7 @@ from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.other_models import DEEPSEEK_V4, NOT_BUILT, effect_of, is_known_effect
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, look_up, plain
-from trainer.config.read.relocate import disagreement, merge
+from trainer.config.read.relocate import disagreement, merge_entries
 from trainer.config.schema.fields import (
     Section,
     aliases_of,
@@ -140,7 +140,7 @@ def _section(table: Table, section: type[Section], path: _Path, resolved: Resolv
 def _merged(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
     """Returns one entry for two names of a key, and adds a problem if they differ."""
     try:
-        return Entry(merge(first, second, key), first.place)
+        return Entry(merge_entries(first, second, key), first.place)
     except UserError:
         resolved.problems.append(ConfigError(max(first.place, second.place), disagreement(key, first, second)))
         return first
