@@ -61,6 +61,24 @@ def test_no_count_rises(counts: Counter[str]) -> None:
     assert {name: counts[name] for name in CEILINGS if counts[name] > CEILINGS[name]} == {}
 
 
+KERNELS = ("ops/plain.py", "ops/plain_moe.py", "ops/ascend/", "arrays/measures.py")
+"""Files in which one name stands for the versions of one function on several devices."""
+AMBIGUOUS = {"Measurement", "Row", "SublayerOutput", "main", "module_names", "ranks_text"}
+"""Public names that two files define with two meanings; it may only shrink."""
+
+
+def test_a_public_name_stands_for_one_thing() -> None:
+    places: dict[str, set[str]] = {}
+    for path in TRAINER.rglob("*.py"):
+        place = path.relative_to(TRAINER).as_posix()
+        if place.startswith(KERNELS):
+            place = "kernels"
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, (ast.ClassDef, *Function.__args__)) and not node.name.startswith("_"):
+                places.setdefault(node.name, set()).add(place)
+    assert {name for name, files in places.items() if len(files) > 1} == AMBIGUOUS
+
+
 def test_each_habit_is_counted() -> None:
     tree = ast.parse(
         "a, b = 1, c\n"

@@ -66,7 +66,7 @@ _ADAPTER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(?:lora_[AB]\.weight|lora_ma
 
 Weights = dict[str, np.ndarray]
 # Keys of PEFT's adapter_config.json that change what adapters compute, and the values that are supported.
-_OURS = {
+_SUPPORTED_VALUES = {
     "peft_type": "LORA", "bias": "none", "fan_in_fan_out": False,
     "modules_to_save": None, "layer_replication": None, "lora_bias": False,
     "use_qalora": False, "trainable_token_indices": None, "target_parameters": None,
@@ -365,7 +365,7 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     if initial.startswith(_CHANGES_BASE):
         rule = f"{CONFIG_FILE} says init_lora_weights {initial}: such adapters are for a changed base model"
         raise problem(rule, "save them in PEFT with path_initial_model_for_weight_conversion")
-    for name, value in _OURS.items():
+    for name, value in _SUPPORTED_VALUES.items():
         if name in others and others[name] != value and (others[name] or value):
             rule = f"{CONFIG_FILE} says {name} {reprlib.repr(others[name])}: such adapters are not supported"
             raise problem(rule, "use plain LoRA")
@@ -397,7 +397,7 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
     targets = [layer_targets(settings, layer) for layer in range(settings.num_layers)]
     names = [name.split(".")[-1] for name in targets[0]]
     if len(set(targets)) > 1:  # layers differ: full names
-        names = [layer_prefix(layer) + name for layer, of_layer in enumerate(targets) for name in of_layer]
+        names = [layer_prefix(layer) + name for layer, layer_names in enumerate(targets) for name in layer_names]
     names += [name.split(".")[-1] for name in vocabulary_adapters(settings)]
     methods: dict[str, Any] = {}
     for key in ("use_rslora", "use_dora"):
@@ -407,7 +407,7 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
         if getattr(adapters, key):
             methods[key] = getattr(adapters, key)
     return {
-        **{name: _OURS[name] for name in _WRITTEN},
+        **{name: _SUPPORTED_VALUES[name] for name in _WRITTEN},
         **methods,
         "peft_type": adapters.pet_type.upper(),
         "task_type": "CAUSAL_LM",

@@ -190,8 +190,8 @@ def _file_shards(
         to_slices: Specs of arrays in memory -> slices of the tensors on disk.
     """
     slices = to_slices({name: local[name].spec for name in shapes if name in local})
-    pieces = {name: [ShardedArray(spec, local[one].array.reshape(-1)[flat]) for one, flat, spec in of_tensor]
-              for name, of_tensor in slices.items()}  # fmt: skip
+    pieces = {name: [ShardedArray(spec, local[one].array.reshape(-1)[flat]) for one, flat, spec in tensor_slices]
+              for name, tensor_slices in slices.items()}  # fmt: skip
     unsharded = to_slices({name: full_shard_spec(shape) for name, shape in shapes.items()})
     return FileShards(float32_infos({name: each[0].spec.global_shape for name, each in unsharded.items()}), pieces)
 

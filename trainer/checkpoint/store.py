@@ -30,12 +30,12 @@ import numpy as np
 import safetensors
 
 from trainer.errors import UserError
-from trainer.input_files import open_file, read_bytes
+from trainer.input_files import read_bytes
 from trainer.parallel.sharding import Shard, ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.interleaved_experts import QUANTIZED
 from trainer.storage.json_files import JsonError, parse_json
-from trainer.storage.marker import MARKER, Marker, check_saved, matches_checksum
+from trainer.storage.marker import MARKER, Marker, check_saved, difference
 from trainer.storage.tensor_file import BFLOAT16, LazyArray, TensorFile, concatenate_arrays, read_shard
 
 STATE = "state.json"
@@ -228,7 +228,7 @@ def read_checkpoint(
     Args:
         parts: Which parts to read, for example ``("model",)``; all when None.
         checksums: Whether to check them, for which the files are read.
-        world: The ranks that all read it: the ranks of a host share the checks, see `matches_checksum`.
+        world: The ranks that all read it: the ranks of a host share the checks, see `difference`.
 
     Raises:
         UserError: It is missing, incomplete, damaged, unreadable, or lacks a part.
@@ -340,7 +340,8 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
     def array(self, name: str) -> LazyArray:
         """Returns an array whose shards can be read; reading raises a UserError if the file is damaged."""
-        parts, (_, shape) = [file.tensor(name) for file in self._files_with(name)], self.about(name)
+        parts = [file.tensor(name) for file in self._files_with(name)]
+        _, shape = self.about(name)
 
         def read(part: ShardSpec) -> np.ndarray:
             """Reads a shard of the array from the files of the ranks that saved it."""
@@ -421,23 +422,15 @@ def _read_state(path: Path, marker: Marker) -> dict:
 def _check_file(path: Path, name: str, marker: Marker, whose: str = "", world: World = SINGLE_PROCESS) -> None:
     """Checks length and checksum of a file."""
     try:
-        with open_file(path / name) as file:
-            actual_bytes = os.fstat(file.fileno()).st_size
+        problem = difference(path / name, marker, world)
     except OSError as error:
         if whose and isinstance(error, FileNotFoundError):
             raise _incomplete(path, f"{name}{whose}, is missing") from error
         raise damaged_checkpoint(path, f"cannot open {name}: {error.strerror}") from error
     if name not in marker.file_bytes:
         raise _incomplete(path, f"{name}{whose}, is not listed in {MARKER}")
-    expected_bytes = marker.file_bytes[name]
-    if actual_bytes != expected_bytes:
-        raise damaged_checkpoint(path, f"{name} has {actual_bytes:,} bytes, not the {expected_bytes:,} that were saved")
-    try:
-        changed = not matches_checksum(path / name, marker, world)
-    except OSError as error:
-        raise damaged_checkpoint(path, f"{name} cannot be read ({error.strerror})") from error
-    if changed:
-        raise damaged_checkpoint(path, f"the checksum of {name} does not match {MARKER}")
+    if problem:
+        raise damaged_checkpoint(path, problem)
 
 
 def _incomplete(path: Path, why: str) -> UserError:

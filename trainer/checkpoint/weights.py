@@ -303,10 +303,10 @@ def _is_equal(one: ArrayOrLazyArray, other: ArrayOrLazyArray, compare: bool) -> 
 def _owner(name: str, settings: ModelConfig) -> str:
     """Returns the name under which the model has a parameter that layers of a group share (layers_group)."""
     layer = _layer(name)
-    of_layer = name.removeprefix(layer_prefix(layer))
-    if not (0 <= layer < settings.num_layers and of_layer.startswith("self_attn.")):
+    name_in_layer = name.removeprefix(layer_prefix(layer))
+    if not (0 <= layer < settings.num_layers and name_in_layer.startswith("self_attn.")):
         return name
-    return layer_prefix(layer - layer % settings.layers_group) + of_layer
+    return layer_prefix(layer - layer % settings.layers_group) + name_in_layer
 
 
 def read_weights(

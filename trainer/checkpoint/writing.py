@@ -230,8 +230,8 @@ def _begin(path: Path, shared: Mapping[str, FileShards], needed_bytes: int, stag
     _check_space(folder, needed_bytes)
     unfinished = folder / f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}"
     unfinished.mkdir()
-    for part, of_part in shared.items():
-        create_tensor_file(unfinished / f"{part}{ENDING}", of_part.entries)
+    for part, shards in shared.items():
+        create_tensor_file(unfinished / f"{part}{ENDING}", shards.entries)
     stage("made temporary folder")
     return unfinished.name
 
@@ -262,17 +262,17 @@ class _Written(NamedTuple):
 def _local_bytes(shards: Mapping[str, FileShards]) -> dict[str, tuple[int, int]]:
     """Returns the bytes that this rank writes of each part, and the bytes of the part on all ranks."""
     return {
-        part: (sum(piece.array.nbytes for of_tensor in pieces.values() for piece in of_tensor),
+        part: (sum(piece.array.nbytes for pieces_of_tensor in pieces.values() for piece in pieces_of_tensor),
                sum(entry.nbytes for entry in entries.values()))
         for part, (entries, pieces) in shards.items()
     }  # fmt: skip
 
 
-def _writers(of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+def _writers(sizes_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
     """Returns the ranks that write each part, from `_local_bytes` of all ranks."""
     writers = {}
-    for part in dict.fromkeys(part for of_rank in of_ranks for part in of_rank):
-        named = {rank: of_rank[part] for rank, of_rank in enumerate(of_ranks) if part in of_rank}
+    for part in dict.fromkeys(part for sizes in sizes_of_ranks for part in sizes):
+        named = {rank: sizes[part] for rank, sizes in enumerate(sizes_of_ranks) if part in sizes}
         expected = next(iter(named.values()))[1]
         nbytes = sum(nbytes for nbytes, _ in named.values())
         assert nbytes == expected, f"the ranks have {nbytes:,} of {expected:,} bytes of '{part}'"

@@ -294,9 +294,9 @@ def _dotted(reader: _Reader, name: str, inline: str | None) -> Override:
     if "." not in key and not is_top_level(key) and not removes:
         flags = [flag.name for flag in FLAGS] + ["config", "options", *reader.own]
         guess = nearest(name.replace("-", "_"), [*flags, *key_names()])
-        of_command = nearest(name.replace("-", "_"), reader.own)
-        if of_command and not (guess and _is_close(name, guess)):
-            guess = of_command
+        command_flag = nearest(name.replace("-", "_"), reader.own)
+        if command_flag and not (guess and _is_close(name, guess)):
+            guess = command_flag
         fix = "run_trainer.py --help lists the flags"
         sections = sections_with(key)
         if sections and not (guess in flags and guess.lower() == name.lower()):

@@ -45,8 +45,8 @@ _HELP = (
     "Booleans: --use_clip_grad, --use_clip_grad True, --no-use_clip_grad."
 )
 
-_OF_A_RUN = ("--config", "--options")  # in the help of each command, and read by `split_arguments`
-_OF_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
+_CONFIG_FLAGS = ("--config", "--options")  # in the help of each command, and read by `split_arguments`
+_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
              errno.ENXIO)  # fmt: skip
 
 _STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
@@ -131,7 +131,7 @@ def dispatch(argv: list[str]) -> int:
     try:
         return _dispatch(argv)
     except OSError as error:
-        if error.errno not in _OF_PATHS:
+        if error.errno not in _PATH_ERRORS:
             raise
         fix = "make it readable and writable, or name another path"
         place = ""
@@ -164,7 +164,7 @@ def _dispatch(argv: list[str]) -> int:
     if not any(option.name == "config" for option in command.params):
         return _run(command, rest, None)
     options = (option for option in command.params if option.param_type_name == "option")
-    by_name = {name: option for option in options for name in option.opts if name not in _OF_A_RUN}
+    by_name = {name: option for option in options for name in option.opts if name not in _CONFIG_FLAGS}
     switches = ["--help", *(name for name, option in by_name.items() if option.is_flag)]
     values = [name for name, option in by_name.items() if not option.is_flag]
     with gc_disabled():

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 _HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
 """Says of a key's value, and of all keys of the config.json, whether the key has no effect."""
 
-OTHERS = {
+UNSUPPORTED_FAMILIES = {
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
@@ -17,7 +17,7 @@ OTHERS = {
 """Sentences about the differences between a Llama and other families, by model_type."""
 
 
-DEEPSEEK_V4 = frozenset(
+DEEPSEEK_V4_KEYS = frozenset(
     "enable_hyper_connections enable_hc_head num_residual_streams hc_mult hc_eps hc_sinkhorn_iters"
     " mhc_layernorm_epsilon mhc_sinkhorn_iterations mhc_init_gating_factor use_fused_mhc csa_window_size"
     " csa_compress_ratios compress_ratios csa_compress_rotary_base compress_rope_theta csa_dense_mode o_groups"
@@ -34,7 +34,7 @@ _SUFFIX = "ForCausalLM"
 def unsupported_features(name: str) -> str:
     """Returns how a class of transformers that is not supported differs from a Llama; empty if that is not known."""
     stem = name.removesuffix(_SUFFIX).lower()
-    for model_type, text in OTHERS.items():
+    for model_type, text in UNSUPPORTED_FAMILIES.items():
         if stem in (model_type.replace("_", ""), model_type.removesuffix("_text")):
             return text
     return ""
@@ -87,8 +87,8 @@ def effect_of(key: str, settings: Mapping[str, Any]) -> str:
 def differences(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yields sentences about the known differences between a Llama and the model of a config.json."""
     model_type = settings.get("model_type")
-    if isinstance(model_type, str) and model_type in OTHERS:
-        yield OTHERS[model_type]
+    if isinstance(model_type, str) and model_type in UNSUPPORTED_FAMILIES:
+        yield UNSUPPORTED_FAMILIES[model_type]
     for key in _EFFECTS:
         if key in settings and (effect := effect_of(key, settings)):
             yield f"{key} {settings[key]} means {effect}"

@@ -307,11 +307,11 @@ def failure_lines(outcome: Outcome, log: Path | None, duration_seconds: float) -
         tail = [f"  | {line}" for line in last_lines(log)]
         match = _NO_HEARTBEAT.search("\n".join(tail))
         if match:
-            of_ranks = ""
+            whose = ""
             if match[1]:
-                of_ranks = f" of rank {match[1].replace(', ', ' and ')}"
+                whose = f" of rank {match[1].replace(', ', ' and ')}"
             lines += [
-                f"  MindSpore's scheduler got no heartbeat{of_ranks} in time: the machine was suspended or overloaded.",
+                f"  MindSpore's scheduler got no heartbeat{whose} in time: the machine was suspended or overloaded.",
                 "  Fix: continue with --resume_training. Unset MS_NODE_TIMEOUT to tolerate interruptions of an hour.",
             ]
         elif tail:

@@ -159,8 +159,8 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
     config = apply_device_defaults(config, device)
     backend = select_execution_mode(config, world)
     backend.check_device(device)
-    of_loss = loss_problems(config, world, on_arrays(config, device, world))
-    preflight(config, world, [*backend.problems(), *of_loss])
+    loss_errors = loss_problems(config, world, on_arrays(config, device, world))
+    preflight(config, world, [*backend.problems(), *loss_errors])
     memory_bytes = memory_estimate(config, config.trains, device, world)
     local_world = SINGLE_PROCESS  # the plan of a job for other hosts has no ranks here
     if world == world_from_environment():

@@ -59,8 +59,8 @@ def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Chan
     elif config.eval_dataset is not None:
         yield Change(EVAL, config.eval_dataset.data_loader.type, None, "not read: do_eval is False")
     micro_batch = smoke_batch_size(config)
-    of_a_step = micro_batch * micro_batches(config) * setup.layout.degrees.data_parallel
-    rows = {TRAIN: setup.steps * of_a_step, EVAL: micro_batch * setup.ranks}
+    sequences_of_step = micro_batch * micro_batches(config) * setup.layout.degrees.data_parallel
+    rows = {TRAIN: setup.steps * sequences_of_step, EVAL: micro_batch * setup.ranks}
     for section in sections_read(config):
         yield from _section_changes(config, setup, section, rows[section])
     if evaluates and config.eval_dataset is not None and config.eval_dataset.batch_size is not None:

@@ -140,9 +140,9 @@ def _expert_number(config: Config) -> Iterator[Change]:
         return
     groups = max(moe.n_group or 1, 1)
     reached = max(moe.topk_group or groups, 1)
-    of_group = moe.expert_num // groups
+    group_size = moe.expert_num // groups
     size = max(2, -(-3 * moe.num_experts_chosen // (2 * reached)))  # half as many again as a token goes to
-    number = groups * min(of_group, size)
+    number = groups * min(group_size, size)
     if groups == 1:
         number = max(number, min(_EXPERT_NUM, moe.expert_num))
     number += number % 2 * groups * (number < moe.expert_num)  # so that two ranks can share them

@@ -136,8 +136,8 @@ def smoke_changes(config: Config, setup: Setup) -> list[Change]:
         if setup.ranks > 1:
             for kind in (kind for kind in kinds if kind not in layout.kinds()):
                 if kind in choices[0].kinds():
-                    of_kind = [rule for rule in first_refusals if kind in rule]
-                    left_out[kind] = f"refused: {'; '.join(of_kind or first_refusals)}"
+                    reasons = [rule for rule in first_refusals if kind in rule]
+                    left_out[kind] = f"refused: {'; '.join(reasons or first_refusals)}"
                 else:
                     left_out[kind] = f"--ranks {setup.ranks}: too few for it"
         changes = _changes(config, setup._replace(layout=layout, left_out=left_out))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,54 +64,48 @@ def _checksum_of(marker: Mapping[str, Any]) -> str:
     return checksum_of_bytes(json.dumps(marker, sort_keys=True).encode())
 
 
-def matches_checksum(path: Path, marker: Marker, world: World = SINGLE_PROCESS) -> bool:
-    """Compares the checksum of a file with that in the marker of its checkpoint.
+def difference(path: Path, marker: Marker, world: World = SINGLE_PROCESS) -> str:
+    """Returns how a file differs from what the marker of its checkpoint says; empty if it does not.
 
-    Only the first rank of each host reads the file; the other ranks return True. If the checksums differ, that rank
-    ends before the ranks of the job connect, and then no rank begins to train.
+    Only the first rank of each host (`world`) computes its checksum. If that is another one, this rank ends before the
+    ranks of the job connect, and then no rank begins to train.
 
     Raises:
         OSError: The file cannot be read.
     """
-    if marker.checksums is None or world.local_rank > 0:
-        return True
-    return checksum_of_file(path) == marker.checksums[path.name]
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    saved = marker.file_bytes.get(path.name, size)
+    if size != saved:
+        return f"{path.name} has {size:,} bytes, not the {saved:,} that were saved"
+    checksum = (marker.checksums or {}).get(path.name)
+    if checksum is not None and world.local_rank == 0 and checksum_of_file(path) != checksum:
+        return f"the checksum of {path.name} does not match {MARKER}"
+    return ""
 
 
 def read_saved(path: Path, limit: int | None = None) -> bytes:
-    """Reads a file, and checks it if a checkpoint's marker beside it names it.
+    """Reads a file, and checks it as `check_saved` does.
 
     Raises:
         OSError: The file cannot be read, has more than `limit` bytes, or differs from what was saved.
     """
     content = read_bytes(path, limit)
-    _check(path, len(content), lambda checksum: checksum_of_bytes(content) == checksum)
+    check_saved(path)
     return content
 
 
 def check_saved(path: Path, world: World = SINGLE_PROCESS) -> None:
-    """Checks a file, which may be large, if a checkpoint's marker beside it names it.
-
-    Only the first rank of each host (`world`) computes its checksum.
+    """Checks a file if there is a checkpoint's marker beside it.
 
     Raises:
         OSError: The file cannot be read, or differs from what was saved.
     """
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-    _check(path, size, lambda checksum: world.local_rank > 0 or checksum_of_file(path) == checksum)
-
-
-def _check(path: Path, size: int, has_checksum: Callable[[str], bool]) -> None:
-    """Raises an OSError if a checkpoint's marker beside the file gives it another length or checksum."""
     try:
         marker: Marker = parse_json(read_bytes(path.with_name(MARKER)), Marker, MARKER)
     except FileNotFoundError:
         return
     except (OSError, JsonError) as error:
         raise OSError(errno.EIO, f"the checkpoint that it belongs to is damaged: {error}") from None
-    checksum = (marker.checksums or {}).get(path.name)
-    if size != marker.file_bytes.get(path.name, size):
-        raise OSError(errno.EIO, f"the length of {path.name} does not match {MARKER}")
-    if checksum is not None and not has_checksum(checksum):
-        raise OSError(errno.EIO, f"the checksum of {path.name} does not match {MARKER}")
+    if problem := difference(path, marker, world):
+        raise OSError(errno.EIO, problem)

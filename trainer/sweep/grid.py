@@ -21,7 +21,7 @@ _MOST_RUNS = 1000
 _LONGEST = 10_000
 _LONGEST_NAME = 100
 _WHERE = "flag --grid"
-_OF_THE_SWEEP = ("config", "options", "output_dir", "resume_training", "run_mode")
+_SWEEP_FLAGS = ("config", "options", "output_dir", "resume_training", "run_mode")
 _EXAMPLE = "write --grid optimizer.eps=1e-8,1e-6"
 
 
@@ -50,7 +50,7 @@ def read_axis(text: str) -> Axis:
     flag = flag.strip().removeprefix("--")
     if not equals or not flag:
         raise UserError("is not key=value,value", where=_WHERE, value=text, fix=_EXAMPLE)
-    if flag.replace("-", "_") in _OF_THE_SWEEP:
+    if flag.replace("-", "_") in _SWEEP_FLAGS:
         fix = "choose another key; --output_dir is the folder of all runs"
         raise UserError("cannot be different in the runs of a sweep", where=_WHERE, key=flag, fix=fix)
     texts = _values(flag, listed)

@@ -103,7 +103,7 @@ def test_strategies_and_policies_are_optimizer_levels(keys: str, level: str, asc
     else:
         plan = planned(keys, ASCEND)
         assert plan.steps.sharing.level == ascend_level
-        keeps = "parallelism.reshard_after_forward_policy default: as never, because ranks of an Ascend"
+        keeps = "parallelism.reshard_after_forward_policy default: taken as never, because ranks of an Ascend"
         assert (keeps in "".join(plan.notes)) == (keys == "data_parallel_shard: -1")
 
 

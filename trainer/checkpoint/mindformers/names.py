@@ -1,6 +1,6 @@
-"""The parameters of MindSpore Transformers: their names and layouts in its files, and what they are here.
+"""Parameters of MindSpore Transformers: their names and layouts in its files, and which parameters they are here.
 
-Its converters between its files and Hugging Face's say the same: mindformers/checkpoint/converter/convert_op.py,
+Its own converters to Hugging Face's names say the same: mindformers/checkpoint/converter/convert_op.py,
 mindformers/models/*/utils.py and toolkit/weight_convert/, read at commit 167a50de.
 """
 
@@ -27,14 +27,14 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class SourceTensor(NamedTuple):
-    """A parameter in its files, unsharded, and the name of the file that has it, or its first shard."""
+    """A parameter of MindSpore Transformers, unsharded, and the name of the file that has it, or its first shard."""
 
     array: LazyArray
     file: str
 
 
 class _Row(NamedTuple):
-    """A parameter of a layer: the beginning of its name there, the beginnings here, and how the rows lie there.
+    """A parameter of a layer: how its name begins in the files, the names of its matrices here, and its layout there.
 
     Layouts:
         "stacked": the matrices, one above the other.
@@ -43,8 +43,8 @@ class _Row(NamedTuple):
         "experts": the transposed matrices of each expert side by side: [experts, in, out], or [experts * in, out].
     """
 
-    there: str
-    here: tuple[str, ...]
+    source: str
+    targets: tuple[str, ...]
     layout: Layout = "same"
 
 
@@ -110,7 +110,7 @@ _OUTSIDE_LAYERS = {
 }
 _LAYER = re.compile(r"(decoder|model)\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
-_FOREIGN = ("decoder.", "embedding.word_embeddings.", "model.tok_embeddings.")
+_SOURCE_PREFIXES = ("decoder.", "embedding.word_embeddings.", "model.tok_embeddings.")
 # Parameters of the run beside the model's: the optimizer's, and counters.
 _STATE = re.compile(
     r"(?!(decoder|mtp|model|embedding|transformer)\.)\w+"
@@ -129,7 +129,7 @@ def is_run_state(name: str) -> bool:
 
 def has_mindformers_names(names: Iterable[str]) -> bool:
     """Returns whether tensors have the names of MindSpore Transformers."""
-    return any(name.startswith(_FOREIGN) for name in names)
+    return any(name.startswith(_SOURCE_PREFIXES) for name in names)
 
 
 def convert_weights(
@@ -193,8 +193,8 @@ def _find_targets(name: str, shapes: Shapes, settings: ModelConfig) -> tuple[Lay
         if layer not in settings.layers:
             return "same", [layer_prefix(layer) + rest]
     for row in _ROWS:
-        if rest.startswith(row.there):
-            targets = [layer_prefix(layer) + here + rest.removeprefix(row.there) for here in row.here]
+        if rest.startswith(row.source):
+            targets = [layer_prefix(layer) + target + rest.removeprefix(row.source) for target in row.targets]
             if all(target in shapes for target in targets):
                 layout = row.layout
                 if layout == "head groups" and settings.use_contiguous_weight_layout_attention:

@@ -25,7 +25,7 @@ BYTE_VOCABULARY = 257
 _KEY = "model.model_config"
 _EXPERTS = f"{_KEY}.moe_config"
 _CLASS = "model.arch.type"
-_ONE = "remove one of the two"
+_REMOVE_ONE = "remove one of the two"
 _EVEN = "rotary embedding requires a positive, even number"
 
 
@@ -115,7 +115,7 @@ def _embedding(config: Config) -> Iterator[ConfigError]:
     if untied is not None and untied == tied:
         place = config.source.where(f"{_KEY}.tie_word_embeddings")
         rule = f"contradicts tie_word_embeddings = {shorten_repr(tied)} ({place})"
-        yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _ONE)
+        yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _REMOVE_ONE)
     if decoder.maps_embedding and decoder.mtp_depth:
         rule = "not yet supported with multi-token prediction modules"
         fix = "set mtp_depth to 0"
@@ -209,7 +209,7 @@ def _unrotated_layers(config: Config) -> Iterator[ConfigError]:
     key = f"{_KEY}.{chosen[0]}"
     beyond = [layer for layer in decoder.nope_layers or () if layer >= decoder.num_layers]
     if len(chosen) > 1:
-        yield problem(config, key, "disagrees with nope_layers, which says it too", _ONE)
+        yield problem(config, key, "disagrees with nope_layers, which says it too", _REMOVE_ONE)
     elif decoder.multi_latent_attention or decoder.mtp_depth:
         rule = "not yet supported with multi_latent_attention, and with multi-token prediction modules"
         yield problem(config, key, rule, "set mtp_depth to 0, or use another model")
@@ -266,11 +266,11 @@ def _window_size(config: Config) -> Iterator[ConfigError]:
         yield problem(config, f"{_KEY}.window_size", rule, fix)
     elif window[0] >= 0 and decoder.sliding_window != window[0] + 1:
         rule = f"disagrees with sliding_window = {decoder.sliding_window}: it means {window[0] + 1}"
-        yield problem(config, f"{_KEY}.window_size", rule, _ONE)
+        yield problem(config, f"{_KEY}.window_size", rule, _REMOVE_ONE)
     elif frequency is None or window[0] < 0 or config.source.is_of_run:
         return  # an older run may have taken layer 0 as it is written
     elif decoder.layer_types != window_layer_types(decoder.num_layers, frequency):
-        yield problem(config, f"{_KEY}.window_attn_skip_freq", "disagrees with layer_types", _ONE)
+        yield problem(config, f"{_KEY}.window_attn_skip_freq", "disagrees with layer_types", _REMOVE_ONE)
 
 
 def _vocabulary(config: Config) -> Iterator[ConfigError]:
@@ -304,7 +304,7 @@ def _precision(config: Config) -> Iterator[ConfigError]:
         expected = level_dtype(settings, level, key)
         if getattr(settings, key) not in (None, expected):
             rule = f"amp_level {level} ({config.source.where('amp_level')}) means {expected} here"
-            fix = f"{_ONE}, or set amp_level to auto, which keeps explicit dtypes"
+            fix = f"{_REMOVE_ONE}, or set amp_level to auto, which keeps explicit dtypes"
             yield problem(config, f"{_KEY}.{key}", rule, fix)
 
 
@@ -349,4 +349,4 @@ def _sparse_layers(config: Config) -> Iterator[ConfigError]:
             name = "decoder_sparse_step"
             if dense:
                 name = "mlp_only_layers"
-            yield problem(config, f"{_EXPERTS}.{name}", rule, _ONE)
+            yield problem(config, f"{_EXPERTS}.{name}", rule, _REMOVE_ONE)

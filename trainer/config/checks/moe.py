@@ -12,7 +12,7 @@ from trainer.config.schema.root import Config
 
 _MODEL = "model.model_config"
 _KEY = f"{_MODEL}.moe_config"
-_ONE = "remove one of the two"
+_REMOVE_ONE = "remove one of the two"
 
 
 def moe_problems(config: Config) -> Iterator[ConfigError]:
@@ -37,13 +37,13 @@ def _routing(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         rule = "must be greater than 0, or -1 for no bound"
         yield problem(config, f"{_KEY}.capacity_factor", rule, "use 1.1 or -1")
     if moe.scoring_func is not None and moe.use_gating_sigmoid and moe.scoring_func != "sigmoid":
-        yield problem(config, f"{_KEY}.scoring_func", "contradicts use_gating_sigmoid = True", _ONE)
+        yield problem(config, f"{_KEY}.scoring_func", "contradicts use_gating_sigmoid = True", _REMOVE_ONE)
     if moe.scoring_func == "sigmoid" and not moe.use_gating_sigmoid and where(f"{_KEY}.use_gating_sigmoid"):
         rule = f"contradicts scoring_func = sigmoid ({where(f'{_KEY}.scoring_func')})"
-        yield problem(config, f"{_KEY}.use_gating_sigmoid", rule, _ONE)
+        yield problem(config, f"{_KEY}.use_gating_sigmoid", rule, _REMOVE_ONE)
     if moe.router_aux_loss_coef is not None and moe.aux_loss_factor not in (None, moe.router_aux_loss_coef):
         rule = f"cannot be combined with aux_loss_factor = {moe.aux_loss_factor:g}"
-        yield problem(config, f"{_KEY}.router_aux_loss_coef", rule, _ONE)
+        yield problem(config, f"{_KEY}.router_aux_loss_coef", rule, _REMOVE_ONE)
     kinds = len(moe.aux_loss_types or [])
     if moe.aux_loss_factors is not None and len(moe.aux_loss_factors) != kinds:
         rule = f"needs one factor for each of aux_loss_types ({kinds})"
@@ -64,7 +64,7 @@ def _groups(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         fix = "set n_group, or leave both out"
         yield problem(config, f"{_KEY}.topk_group", rule, fix)
     if groups > 1 and moe.topk_method == "greedy":
-        yield problem(config, f"{_KEY}.topk_method", f"uses no groups, and n_group is {groups}", _ONE)
+        yield problem(config, f"{_KEY}.topk_method", f"uses no groups, and n_group is {groups}", _REMOVE_ONE)
     if groups and chosen > groups:
         rule = f"a token cannot go to more groups than there are ({groups})"
         yield problem(config, f"{_KEY}.topk_group", rule, "lower it")

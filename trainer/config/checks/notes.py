@@ -20,7 +20,7 @@ from trainer.config.checks.rules import starts_anew
 from trainer.config.families import named_family
 from trainer.config.hugging_face import class_differences, saved_class
 from trainer.config.note import Note
-from trainer.config.other_models import OTHERS
+from trainer.config.other_models import UNSUPPORTED_FAMILIES
 from trainer.config.precision import PART_KEYS, requested_dtype
 from trainer.config.recompute import recompute_notes, recomputed_parts
 from trainer.config.schema.callbacks import MoEDropRate
@@ -289,8 +289,8 @@ def _run(config: Config) -> Iterator[str]:
         value = getattr(decoder, name)
         if value and not named_family({name: value})[0]:
             unlike = ""
-            if name == "model_type" and value in OTHERS:
-                unlike = f"; unlike there, {OTHERS[value]}"
+            if name == "model_type" and value in UNSUPPORTED_FAMILIES:
+                unlike = f"; unlike there, {UNSUPPORTED_FAMILIES[value]}"
             yield (f"model_config.{name} {value}: not a known family; the model is built as {config.model.arch.type}"
                    f" (model.arch.type){unlike}")
 
@@ -357,7 +357,7 @@ def parallel_notes(config: Config, world: World) -> Iterator[str]:
         level = config.source.place("parallel.parallel_optimizer_config.optimizer_level")
         has_stages = parallel_degrees(config, world).pipeline_stage > 1  # then both trainers keep the weights
         if level.value == "default" and not has_stages and shards_optimizer(config, world):
-            yield f"{level.key} default: as never, because ranks of an Ascend do not yet reshard weights"
+            yield f"{level.key} default: taken as never, because ranks of an Ascend do not yet reshard weights"
         return
     section = config.parallel_config
     names = (*Degrees._fields, "micro_batch_num")

@@ -25,7 +25,7 @@ from trainer.input_files import missing_path_reason, unwritable_reason
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
-_ONE = "remove one of the two"
+_REMOVE_ONE = "remove one of the two"
 _MODEL = "model.model_config"
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
@@ -53,7 +53,7 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
         ratio = used.get(f"{part}_ratio")
         if ratio is not None and steps:
             rule = f"cannot be combined with {part}_ratio = {ratio} ({where(f'{key}.{part}_ratio')})"
-            yield problem(config, f"{key}.{part}_steps", rule, _ONE)
+            yield problem(config, f"{key}.{part}_steps", rule, _REMOVE_ONE)
         if steps is not None and total > 0 and steps > total:
             rule = f"must be at most the schedule's total_steps ({total})"
             fix = f"lower {part}_steps or raise {key}.total_steps"
@@ -63,7 +63,7 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
         name = "learning_rate"
     if config.optimizer.learning_rate not in (None, getattr(schedule, name)):
         rule = f"disagrees with {key}.{name} = {getattr(schedule, name)} ({where(f'{key}.{name}')})"
-        fix = f"{_ONE}, or give both one value: --learning_rate X --optimizer.learning_rate X"
+        fix = f"{_REMOVE_ONE}, or give both one value: --learning_rate X --optimizer.learning_rate X"
         yield problem(config, "optimizer.learning_rate", rule, fix)
 
 

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from trainer.config.checks.problem import NO_VALUE, ConfigError, nearest, one_of, problem_at, unknown_key
 from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
-from trainer.config.other_models import DEEPSEEK_V4, NOT_BUILT, effect_of, is_known_effect
+from trainer.config.other_models import DEEPSEEK_V4_KEYS, NOT_BUILT, effect_of, is_known_effect
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, look_up, plain
 from trainer.config.read.relocate import disagreement, merge_entries
 from trainer.config.schema.fields import (
@@ -117,7 +117,7 @@ def _section(table: Table, section: type[Section], path: _Path, resolved: Resolv
             if effect := effect_of(name, plain(table)):
                 rule = f"not yet supported: {effect}"
                 resolved.problems.append(below.problem(rule, NOT_BUILT, plain(entry.node)))
-        elif name not in names and path.key == "model.model_config" and name in DEEPSEEK_V4:
+        elif name not in names and path.key == "model.model_config" and name in DEEPSEEK_V4_KEYS:
             if plain(entry.node) not in (None, False, 0):
                 resolved.foreign.append(below)
         elif name not in names:
