@@ -47,7 +47,7 @@ _HELP = (
 
 _CONFIG_FLAGS = ("--config", "--options")  # in the help of each command, and read by `split_arguments`
 _PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
-             errno.ENXIO)  # fmt: skip
+                errno.ENXIO)  # fmt: skip
 
 _STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
 

@@ -187,4 +187,3 @@ def flat_numbers(record: Mapping[str, object], layers: Sequence[int] = ()) -> di
         for name, value in values.items()
         if isinstance(value, (int, float)) and math.isfinite(value)
     }
-

@@ -52,9 +52,9 @@ _MODEL = "model.model_config"
 _LIMIT = "context.max_device_memory"
 _GIB = 1 << 30
 _MOST_DOUBLINGS = 14
-"""Of the ranks of a file that needs more memory."""
-_MOST_DOUBLINGS_OF_DEGREES = 4
-"""Of the ranks of a file that says its data-parallel ranks."""
+"""Of the ranks of a file that needs more memory, in search of the fewest."""
+_RANKS_OF_FIX = 128
+"""Ranks on which other degrees are looked for if the ones of the file need too much memory, or four times its ranks."""
 _DATA_SECTIONS = frozenset(("model", TRAIN, EVAL))
 """An error in one of these sections prevents a check of the data."""
 _MEMORY_SECTIONS = frozenset((
@@ -356,24 +356,23 @@ def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int])
 
 
 def _memory_fix(config: Config, world: World, limit_bytes: float) -> str:
-    """Returns settings with which a rank has enough memory: on as many ranks, else on the fewest, with fewest changes.
-    """
+    """Returns settings with which a rank has enough memory, on as few ranks and with as few changes as possible."""
     if not config.trains or config.classifier is not None:
         return "use a smaller model or devices with more memory"
     device = planned_device(config)
     alone = _memory(config.model_copy(update={"use_parallel": False}), SINGLE_PROCESS)
     sharded_bytes = alone["weights"] + alone.get("optimizer state", 0)  # at best each rank has an equal share
     rules = partial(_new_problems, device=device, known=_rule_names(layout_rules(config, world, device)))
-    doublings = _MOST_DOUBLINGS
-    if config.parallel_config.data_parallel is not None:
-        doublings = _MOST_DOUBLINGS_OF_DEGREES
-    for job in (world_of(world.size << doubling) for doubling in range(doublings)):
+    parallel = config.model_copy(update={"use_parallel": True})
+    fewest = world_from_degrees(parallel, world).size
+    sizes = [fewest << doubling for doubling in range(_MOST_DOUBLINGS)]
+    for job in [world_of(size) for size in sizes if size <= max(_RANKS_OF_FIX, 4 * fewest)]:
         if sharded_bytes / job.size > limit_bytes:
             continue
-        search = LayoutSearch(config, job, job, device, limit_bytes, device_rates(config, job, device), rules)
+        search = LayoutSearch(parallel, job, job, device, limit_bytes, device_rates(config, job, device), rules)
         nearest = search.nearest()
         if nearest is not None:
-            settings = _settings_text(config, search.changed_config(config, nearest.layout))
+            settings = _settings_text(config, search.changed_config(parallel, nearest.layout))
             needed = f"{nearest.memory_bytes / _GIB:.1f} GiB with the estimated activations"
             return f"for example {settings}: each of {job.size} ranks then needs {needed}"
     return f"use a smaller model or devices with more memory: no degrees help with up to {job.size} ranks"
@@ -395,6 +394,8 @@ def _rule_names(problems: Iterable[ConfigError]) -> set[tuple[str, str]]:
 def _settings_text(config: Config, changed: Config) -> str:
     """Returns what to write in the file for the changes: ``set parallelism.tensor_parallel to 8``."""
     settings = {key: value for key, _, value in yaml_difference(config, changed)}
+    within = {key for key in settings for section in settings if key.startswith(f"{section}.")}
+    settings = {key: value for key, value in settings.items() if key not in within}
     if config.source.source_places:
         from trainer.config.pynative.reverse import source_statements
 

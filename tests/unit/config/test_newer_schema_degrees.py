@@ -236,9 +236,8 @@ def test_a_plan_without_ranks_takes_the_fewest_with_enough_memory(keys: str, lim
     ("keys", "limit", "settings"),
     [
         ("", "4.6GB", "tensor_parallel: 4, sequence_parallel: true"),
-        ("data_parallel_shard: 1", "4.6GB", "tensor_parallel: 4, sequence_parallel: true, data_parallel_shard: -1,"
-                                            " data_parallel_shard_strategy: optim_grads"),
-        (TENSOR, "2GB", "tensor_parallel: 4"),
+        ("data_parallel_shard: 1", "4.6GB", "tensor_parallel: 4, sequence_parallel: true, pipeline_parallel: 2"),
+        (TENSOR, "2GB", ""),  # 2.7 GiB of a rank with the activations
         ("", "1GB", ""),
     ],
 )  # fmt: skip
