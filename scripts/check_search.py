@@ -125,13 +125,16 @@ def check_files(files: list[str], ranks: int | None) -> None:
         print(f"  best: {text_of(found['best'][0])}")
         if found["file"]:
             print(f"  file: {text_of(found['file'])}; {found['file']['place']}")
+        if found["schedule"]:
+            print(f"  {found['schedule']}")
 
 
 def text_of(layout: dict[str, Any]) -> str:
     """Returns degrees, memory and time of a layout."""
     names = ("data_parallel", "model_parallel", "pipeline_stage", "expert_parallel", "context_parallel",
-             "pp_interleave_num", "optimizer_level", "recompute", "batch_size", "micro_batches")  # fmt: skip
-    parts = " ".join(f"{name} {layout[name]}" for name in names if layout[name] not in (1, ""))
+             "pp_interleave_num", "pipeline_scheduler", "seq_split_num", "optimizer_level", "recompute", "batch_size",
+             "micro_batches")  # fmt: skip
+    parts = " ".join(f"{name} {layout[name]}" for name in names if layout[name] not in (1, "", "1f1b"))
     return f"{layout['step_seconds']:.3g} s, {layout['memory_bytes'] / 2**30:.1f} GiB, {parts}"
 
 

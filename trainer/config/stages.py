@@ -8,6 +8,7 @@ from typing import Any
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.root import Config
 from trainer.parallel.schedule import Schedule, gpipe, one_forward_one_backward
+from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES, sequence_pipeline, turn_size
 
 _KEY = "model.model_config.offset"
 
@@ -45,15 +46,23 @@ def stage_layers(config: Config) -> list[list[int]]:
 
 
 def training_schedule(config: Config, stages: int, micro_batches: int, most: int | None = None) -> Schedule:
-    """Returns the order of a pipeline's passes: GPipe if the file asks for it, else 1F1B.
+    """Returns the order of a pipeline's passes: GPipe or a sequence pipeline if the file asks for it, else 1F1B.
 
     Args:
-        most: With more micro-batches than this, 1F1B repeats itself: the schedule then has so many.
+        most: With more micro-batches than this, all but GPipe repeat themselves: the schedule then has about so many.
     """
     chunks = config.decoder.pp_interleave_num
-    if config.parallel.pipeline_config.pipeline_scheduler == "gpipe":
+    order = config.parallel.pipeline_config
+    name = order.pipeline_scheduler
+    if name == "gpipe":
         return gpipe(stages, micro_batches, chunks)
-    return one_forward_one_backward(stages, min(micro_batches, most or micro_batches), chunks)
+    fewer = min(micro_batches, most or micro_batches)
+    if name not in SEQUENCE_PIPELINES:
+        return one_forward_one_backward(stages, fewer, chunks)
+    turn = turn_size(name, stages, order.slices)
+    if micro_batches % turn == 0:  # then all turns have this size
+        micro_batches = fewer - fewer % turn
+    return sequence_pipeline(name, stages, micro_batches, chunks, order.slices)
 
 
 def counts_per_stage(config: Config, written: Any) -> list[int] | None:

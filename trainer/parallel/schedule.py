@@ -11,6 +11,7 @@ of stage s is chunk c * stages + s of the model. A schedule lists the actions of
   bubble is v times smaller, at the cost of v times as many messages.
 
 * GPipe (Huang et al. 2019): all forward passes, then all backward passes.
+* MindSpore's sequence pipelines: `trainer.parallel.sequence_pipeline`.
 
 Two stages take each other's messages in the order in which they are sent, so that messages need no names. A stage that
 sends without waiting for the receiver cannot deadlock: `simulate` is the proof for each schedule.
@@ -29,11 +30,12 @@ Kind = Literal["forward", "backward"]
 
 
 class Action(NamedTuple):
-    """One pass of a micro-batch through a chunk of a stage."""
+    """One pass of a micro-batch, or of a slice of its sequences, through a chunk of a stage."""
 
     kind: Kind
     micro_batch: int
     chunk: int
+    slice_number: int = 0
 
 
 class StageMessage(NamedTuple):
@@ -44,7 +46,7 @@ class StageMessage(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Time that the passes of a micro-batch through one chunk take, in any unit."""
+    """Time that the forward and the backward pass of an action take, in any unit."""
 
     forward: float
     backward: float
@@ -190,11 +192,11 @@ class Deadlock(Exception):
     """Each stage waits for what another one has not computed."""
 
 
-def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage, chunk: Cost(1, 2)) -> Timeline:
+def simulate(schedule: Schedule, cost: Callable[[int, Action], Cost] = lambda stage, action: Cost(1, 2)) -> Timeline:
     """Computes the timeline: an action starts when its stage is free and its message is there; sending takes no time.
 
     Args:
-        cost: (stage, chunk) -> how long its passes take.
+        cost: (stage, action) -> how long the passes of that micro-batch through that chunk take.
 
     Raises:
         Deadlock: The remaining actions wait for each other.
@@ -218,7 +220,7 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
                 if slots[stage]:
                     free = slots[stage][-1].end
                 start = max([free, *(ended[one] for one in awaited)])
-                end = start + getattr(cost(stage, action.chunk), action.kind)
+                end = start + getattr(cost(stage, action), action.kind)
                 slots[stage].append(Slot(start, end, action))
                 ended[StageMessage(stage, action)] = end
                 went_on = True

@@ -320,8 +320,9 @@ def _expert_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]
 
 
 def micro_batch_tokens(config: Config, degrees: Degrees) -> int:
-    """Returns the tokens of a micro-batch on one of the ranks that share its sequences."""
-    return config.runner_config.batch_size * config.decoder.seq_length // degrees.context_parallel
+    """Returns the tokens of a micro-batch, or of a slice of it, on one of the ranks that share its sequences."""
+    tokens = config.runner_config.batch_size * config.decoder.seq_length // degrees.context_parallel
+    return tokens // config.parallel.pipeline_config.slices
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

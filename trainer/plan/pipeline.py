@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,8 @@ from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers, training_schedule
 from trainer.errors import UserError
 from trainer.parallel.schedule import Action, Cost, Schedule, Timeline, max_in_flight, simulate
-from trainer.plan.flops import Products, decoder_products
+from trainer.parallel.sequence_pipeline import keys_of_slice
+from trainer.plan.flops import Operator, Products, decoder_products
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -28,7 +29,8 @@ class StagePlan:
     """The load of one pipeline stage.
 
     Attributes:
-        in_flight: Most forward passes, over all of its chunks, whose activations wait for their backward pass.
+        in_flight: Most forward passes, over all of its chunks, whose activations wait for their backward pass; of
+            slices, if sequences are cut.
         share: Its estimated share of the computation of a step.
     """
 
@@ -45,8 +47,8 @@ class PipelinePlan:
         chunks: Model chunks of each stage.
         bubble_share: Estimated share of a step in which a stage waits for others, mean over the stages. Sending is
             assumed to take no time.
-        even_bubble_share: The bubble if all stages took the same time: (p - 1) / (v m + p - 1) for p stages of v
-            chunks and m micro-batches.
+        even_bubble_share: The bubble if all passes took the same time: (p - 1) / (v m + p - 1) for p stages of v
+            chunks and m micro-batches, or slices of them.
     """
 
     scheduler: str
@@ -63,19 +65,18 @@ def pipeline_plan(config: Config, stages: int) -> PipelinePlan | None:
         return None
     chunks = config.decoder.pp_interleave_num
     micro_batches = config.parallel_config.micro_batch_num
-    costs = _chunk_costs(config)
-    busy = [sum(cost.forward + cost.backward for cost in row) for row in costs]
+    busy = [sum(cost.forward + cost.backward for cost in row) for row in _chunk_costs(config)]
     schedule = training_schedule(config, stages, micro_batches, most=_MOST_SIMULATED * stages)
     plans = tuple(StagePlan(max_in_flight(schedule, s), time / sum(busy)) for s, time in enumerate(busy))
-    step_time = _step_time(partial(training_schedule, config, stages), stages, micro_batches, costs)
-    even = (stages - 1) / (chunks * micro_batches + stages - 1)
-    scheduler = config.parallel.pipeline_config.pipeline_scheduler
+    step_time = _step_time(partial(training_schedule, config, stages), stages, micro_batches, _action_costs(config))
+    order = config.parallel.pipeline_config
+    even = (stages - 1) / (chunks * micro_batches * order.slices + stages - 1)
     bubble = 1 - sum(busy) * micro_batches / stages / step_time
-    return PipelinePlan(scheduler, micro_batches, chunks, plans, bubble, even)
+    return PipelinePlan(order.pipeline_scheduler, micro_batches, chunks, plans, bubble, even)
 
 
 def _step_time(
-    schedule: Callable[[int], Schedule], stages: int, micro_batches: int, costs: Sequence[Sequence[Cost]]
+    schedule: Callable[[int], Schedule], stages: int, micro_batches: int, cost: Callable[[int, Action], Cost]
 ) -> float:
     """Returns the estimated time of a step, in floating-point operations of a token.
 
@@ -83,8 +84,8 @@ def _step_time(
     """
 
     def simulated_time(number: int) -> float:
-        """Returns the time of a step with this number of micro-batches, in the unit of `costs`."""
-        return simulate(schedule(number), lambda s, c: costs[s][c]).end
+        """Returns the time of a step with this number of micro-batches, in the unit of `cost`."""
+        return simulate(schedule(number), cost).end
 
     most = _MOST_SIMULATED * stages + micro_batches % stages
     if micro_batches <= most + stages:
@@ -119,10 +120,35 @@ def closed_form_time(times: Sequence[float], micro_batches: int, chunks: int) ->
     return slowest
 
 
-def _chunk_costs(config: Config) -> list[list[Cost]]:
+def _action_costs(config: Config) -> Callable[[int, Action], Cost]:
+    """Returns a function that computes the operations of an action, as a share of those of its micro-batch's tokens.
+
+    Slices have equal numbers of tokens, and later ones attend to more keys.
+    """
+    every = _chunk_costs(config)
+    slices = config.parallel.pipeline_config.slices
+    if slices == 1:
+        return lambda stage, action: every[stage][action.chunk]
+    attention = _chunk_costs(config, {"attention"})
+
+    def cost(stage: int, action: Action) -> Cost:
+        """Returns the operations of a slice: its share of products, and attention by its keys."""
+        more = keys_of_slice(action.slice_number, slices) - 1
+        pairs = zip(every[stage][action.chunk], attention[stage][action.chunk], strict=True)
+        return Cost(*((of_all + more * of_attention) / slices for of_all, of_attention in pairs))
+
+    return cost
+
+
+def _chunk_costs(
+    config: Config, operators: Collection[Operator] = ("products", "experts", "attention")
+) -> list[list[Cost]]:
     """Returns [stages][chunks] floating-point operations of a token, see `trainer.plan.flops`; the last has the head.
 
     A backward pass also computes the forward pass of what it recomputes.
+
+    Args:
+        operators: The classes of operators that count.
     """
     again = recomputed_parts(config)
     layers, ends = decoder_products(config)
@@ -131,6 +157,7 @@ def _chunk_costs(config: Config) -> list[list[Cost]]:
         """Returns the forward and backward cost of some layers, and of products outside of layers."""
         products = [(each, again[number] in ("block", each.sublayer)) for number in numbers for each in layers[number]]
         products += [(each, False) for each in others]
+        products = [(each, is_again) for each, is_again in products if each.operator in operators]
         forward = sum(each.forward for each, _ in products)
         backward = sum(each.flops - each.forward + each.forward * is_again for each, is_again in products)
         return Cost(forward, backward)
@@ -161,8 +188,7 @@ def draw_schedule(config: Config, plan: PipelinePlan | None, picture: Path) -> s
     chunks = plan.chunks
     drawn = min(micro_batches, max(_MOST_DRAWN // stages, 2) * stages)
     schedule = training_schedule(config, stages, drawn)
-    costs = _chunk_costs(config)
-    timeline = simulate(schedule, lambda s, c: costs[s][c])
+    timeline = simulate(schedule, _action_costs(config))
     title = f"{stages} stages, {drawn} micro-batches"
     waits = f"; stages wait {timeline.bubble_share:.0%} of the time"
     if drawn < micro_batches:

@@ -196,6 +196,7 @@ def _pipeline(config: Config) -> Iterator[ConfigError]:
         key = "parallel.pipeline_config.pipeline_scheduler"
         fix = "write 1f1b, or set pipeline_interleave to True"
         yield problem(config, key, "without pipeline_interleave MindSpore supports 1f1b only", fix)
+    yield from _sequence_pipeline(config)
     if problems or any(stage_problems(config)):
         return
     for stage, layers in enumerate(stage_layers(config)[1:-1], 1):  # the first has the embedding, the last the head
@@ -203,6 +204,19 @@ def _pipeline(config: Config) -> Iterator[ConfigError]:
             rule = f"assigns no layer to pipeline stage {stage}; every stage needs at least one"
             fix = "change offset so that every stage has a layer"
             yield problem(config, "model.model_config.offset", rule, fix)
+
+
+def _sequence_pipeline(config: Config) -> Iterator[ConfigError]:
+    """Yields errors about schedules with which MindSpore compiles no graph."""
+    name = config.parallel.pipeline_config.pipeline_scheduler
+    if name not in ("seqvpp", "seqsmartvpp"):
+        return
+    key = "parallel.pipeline_config.pipeline_scheduler"
+    if config.decoder.pp_interleave_num == 1:
+        yield problem(config, key, "needs several model chunks of a stage", "set pp_interleave_num to 2, or write 1f1b")
+    if name == "seqsmartvpp" and config.parallel_config.pipeline_stage % 2:
+        rule = f"needs an even number of stages, not {config.parallel_config.pipeline_stage}"
+        yield problem(config, key, rule, "write seqvpp")
 
 
 def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:

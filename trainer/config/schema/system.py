@@ -2,6 +2,8 @@
 
 from typing import Any, Literal, TypeAlias
 
+from pydantic import PrivateAttr
+
 from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, FilePath, Section, section, setting
 
 # A list in a list is MindSpore Transformers' way to number the layers of each pipeline stage: recompute.py refuses it.
@@ -69,6 +71,21 @@ class PipelineConfig(Section):
     pipeline_scheduler: Literal["1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"] = setting(
         "1f1b", "Order of forward and backward passes: 1f1b, or gpipe with all forward passes first; the others are"
         " MindSpore's, in semi-automatic mode.")
+    _slices: int = PrivateAttr(default=1)
+
+    @property
+    def slices(self) -> int:
+        """Returns the slices of a sequence, each of which is a pass: 1 in each run of this trainer.
+
+        A search also estimates the layouts of files with several, which MindSpore Transformers runs.
+        """
+        return self._slices
+
+    def with_slices(self, number: int) -> "PipelineConfig":
+        """Returns the section with this number of slices."""
+        changed = self.model_copy()
+        changed._slices = number
+        return changed
 
 
 class ParallelSection(Section):

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.config.checks.parallel import micro_batches_per_step
 from trainer.models.spec.names import EMBEDDING, HEAD
 from trainer.parallel.sharding import BUCKET_BYTES
-from trainer.plan.device.graph import number_width
+from trainer.plan.device.graph import number_width, stage_chunks, stage_passes
 from trainer.plan.device.layers import LayerMemory, function_buffers, layer_memory
-from trainer.plan.division import micro_batch_tokens, passes_at_once
+from trainer.plan.division import micro_batch_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -115,7 +115,7 @@ def explicit_memory(
     different: dict[tuple[int, str], LayerMemory] = {}
     chunks = []
     reached = []
-    for layers in _stage_chunks(config, degrees, facts, stage):
+    for layers in stage_chunks(config, degrees, facts, stage):
         reached += [number for number in layers if number >= facts.first]
         chunks.append({number: layer_of(number) for number in layers if number >= facts.first})
     kept = [sum(one.kept for one in layers.values()) for layers in chunks]
@@ -142,7 +142,7 @@ def explicit_memory(
         buffers += tokens * spec.embedding * (_FLOAT32_BYTES + width) + head.copies
     at_once = max(
         sum(one * passes for one, passes in zip(kept, counts, strict=True)) + sent * stream // rows
-        for counts, sent in _passes_at_once(config, degrees, facts, stage)
+        for counts, sent in stage_passes(config, degrees, facts, stage)
     )
     return _step_peak(config, degrees, gradients, at_once + buffers, chunks, head)
 
@@ -239,32 +239,6 @@ def _lookup_gradient(gradients: StageGradients, head: _Head) -> int:
     if EMBEDDING not in gradients.ends:
         return 0
     return gradients.ends[EMBEDDING].raw * (1 + bool(head.waits))
-
-
-def _stage_chunks(config: Config, degrees: Degrees, facts: ModelFacts, stage: int) -> list[list[int]]:
-    """Returns the layers of each model chunk of a stage; modules belong to the last one."""
-    spec = facts.spec
-    chunks = [list(range(spec.num_layers))]
-    if degrees.pipeline_stage > 1:
-        chunks = [list(layers) for layers in facts.chunks(config)[stage]]
-    if stage == degrees.pipeline_stage - 1:
-        chunks[-1] += spec.module_layers
-    return chunks
-
-
-def _passes_at_once(
-    config: Config, degrees: Degrees, facts: ModelFacts, stage: int
-) -> list[tuple[tuple[int, ...], int]]:
-    """Returns how many passes of each chunk wait for their backward pass at the same time, and the messages sent by
-    then: what is sent exists until the end of the step, when the stage waits for all of it."""
-    stages = degrees.pipeline_stage
-    if stages == 1:
-        return [((1,), 0)]
-    key = (
-        "in flight", stages, config.decoder.pp_interleave_num, config.parallel_config.micro_batch_num,
-        config.parallel.pipeline_config.pipeline_scheduler,
-    )  # fmt: skip
-    return facts.once(key, lambda: passes_at_once(config, stages))[stage]
 
 
 def _head(

@@ -9,8 +9,11 @@ What is counted is what MindSpore's allocator had in use at the peak of dry runs
 * on the last stage the logits, four times in float32 when their gradient is made;
 * while a layer's backward pass runs what it has computed again, and gradients inside its feed-forward layer.
 
-A stage has as many micro-batches under way as 1F1B asks for (Narayanan et al. 2021, section 2.2): one for itself and
-one for each stage behind it; in an interleaved pipeline as Megatron-LM's warm-up has.
+A stage has as many micro-batches under way as its schedule says; see `trainer.config.stages.training_schedule`.
+
+Where a pass takes a slice of the sequences, it is counted as MindSpore Transformers' Llama computes attention
+(mindformers/models/llama/llama_transformer.py, `seq_pipe`): each layer has caches of the keys and values of whole
+sequences, and of their gradients, and each slice under way keeps keys and values of the whole sequence, zeros included.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.parallel import zero_level
 from trainer.config.recompute import comm_recompute_layers
-from trainer.config.stages import chunk_sizes
 from trainer.models.spec.names import EMBEDDING, HEAD
 from trainer.models.spec.sublayers import attention_spec, moe_spec
+from trainer.plan.division import micro_batch_tokens
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -34,15 +37,6 @@ if TYPE_CHECKING:
 _FLOAT32_BYTES = 4
 _LOGIT_BYTES = 16  # one-hot labels, softmax, and two while the gradient is made
 _LOSS_BYTES = 8  # of these what a loss keeps for its backward pass
-
-
-class _StageChunk(NamedTuple):
-    """Consecutive layers of a stage, and the number of their micro-batches in flight."""
-
-    layers: range
-    under_way: int
-    receives: bool
-    """Whether its input comes from another stage."""
 
 
 class _SublayerMemory(NamedTuple):
@@ -112,14 +106,18 @@ def graph_memory(
     settings = config.decoder
     share = degrees.model_parallel
     width = number_width(half)
-    tokens = config.runner_config.batch_size * settings.seq_length // degrees.context_parallel
+    tokens = micro_batch_tokens(config, degrees)
     modules = facts.spec.mtp_modules
     again = facts.recomputed(config)
-    chunks = _stage_chunks(config, degrees, facts, stage)
+    chunks = stage_chunks(config, degrees, facts, stage)
     is_last = stage == degrees.pipeline_stage - 1
-    mask = config.runner_config.batch_size * settings.seq_length**2
+    slices = config.parallel.pipeline_config.slices
+    mask = config.runner_config.batch_size * settings.seq_length**2 // slices
     if not is_flash(settings, half):
         mask *= _FLOAT32_BYTES
+    caches = _CacheBytes(0, 0, 0)
+    if slices > 1:
+        caches = _cache_bytes(settings, tokens, slices, width, share)
     copy_width = 0
     if half or shares:
         copy_width = width
@@ -127,20 +125,21 @@ def graph_memory(
     gathering = comm_recompute_layers(config)
     rows_shared = config.parallel_config.use_seq_parallel
     copies = 0
-    kept = 0
+    kept: list[int] = []  # of a pass, by chunk
     working = 0
-    for chunk in chunks:
-        kept += mask * chunk.under_way
-        for layer in chunk.layers:
+    for number, layers in enumerate(chunks):
+        kept.append(mask + caches.of_pass)
+        receives = stage > 0 or number > 0
+        for layer in layers:
             part = again[layer]
-            first = layer == chunk.layers[0]
             gathers = layer in gathering
             kind = ("sublayers", settings.is_moe_layer(layer), gathers, share, rows_shared)
             sublayers = facts.once(kind, lambda: _layer_sublayers(config, layer, gathers, half, share))  # noqa: B023
-            kept += tokens * chunk.under_way * _saved_bytes(config, sublayers, part, share, first and chunk.receives)
+            kept[-1] += tokens * _saved_bytes(config, sublayers, part, share, receives and layer == layers[0])
+            kept[-1] += caches.of_layer_and_pass
             remade = _remade(config, part, share)
             if degrees.pipeline_stage == 1 and "mlp" in remade and not settings.is_moe_layer(layer):
-                kept += tokens * _early_bytes(settings, half, share)
+                kept[-1] += tokens * _early_bytes(settings, half, share)
             of_layer = matrices.layers[layer]
             layer_copies = {name: size * copy_width // _FLOAT32_BYTES for name, size in of_layer.items()}
             copies += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
@@ -173,37 +172,56 @@ def graph_memory(
         working = max(working, matrices.ends[EMBEDDING] + rows)
     tables = 2 * max(settings.seq_length, settings.max_positions) * settings.rotary_size * _FLOAT32_BYTES
     causal = settings.seq_length**2 * len(chunks)
-    return GraphMemory(copies, tables + causal, kept + working)
+    at_once = max(
+        sum(one * passes for one, passes in zip(kept, counts, strict=True))
+        for counts, _ in stage_passes(config, degrees, facts, stage)
+    )
+    at_once += caches.of_layer * sum(map(len, chunks))
+    return GraphMemory(copies, tables + causal, at_once + working)
 
 
-def _stage_chunks(config: Config, degrees: Degrees, facts: ModelFacts, stage: int) -> list[_StageChunk]:
-    """Returns the model chunks of a stage, and how many micro-batches of each are in flight at most."""
-    stages = degrees.pipeline_stage
+class _CacheBytes(NamedTuple):
+    """Bytes of a rank for keys and values of whole sequences, where a pass takes a slice.
+
+    Attributes:
+        of_layer: The caches of a layer.
+        of_layer_and_pass: What a layer keeps of a pass beside the keys and values of its slice.
+        of_pass: What a model chunk keeps of a pass.
+    """
+
+    of_layer: int
+    of_layer_and_pass: int
+    of_pass: int
+
+
+def _cache_bytes(settings: ModelConfig, tokens: int, slices: int, width: int, share: int) -> _CacheBytes:
+    """Returns the bytes for keys and values of sequences of which a pass has `tokens`, one of `slices`."""
+    spec = attention_spec(settings)
+    keys = spec.kv_heads * spec.head_size * width // share
+    both = spec.kv_heads * (spec.head_size + spec.value_size) * width // share
+    # Keys, values and the gradients of both; the mask of a pass, as wide as keys, multiplies both.
+    return _CacheBytes(2 * slices * tokens * both, (slices - 1) * tokens * both, slices * tokens * keys)
+
+
+def stage_chunks(config: Config, degrees: Degrees, facts: ModelFacts, stage: int) -> list[list[int]]:
+    """Returns the layers of each model chunk of a stage; modules belong to the last one."""
     spec = facts.spec
-    if stages == 1:
-        return [_StageChunk(range(len(spec.layers)), 1, receives=False)]
-    sizes = chunk_sizes(config)
-    micro_batches = config.parallel_config.micro_batch_num
-    parts = len(sizes)
-    behind = stages - stage - 1
-    if parts == 1:
-        under_way = behind + 1
-    else:
-        under_way = 2 * behind + (parts - 1) * stages + 1
-    under_way = min(under_way, micro_batches * parts)
-    counts = [0] * parts
-    for number in range(under_way):  # all stages' micro-batches of a part, then those of the next part
-        counts[number // stages % parts] += 1
-    chunks = []
-    first = 0
-    for part, row in enumerate(sizes):
-        begin = first + sum(row[:stage])
-        end = begin + row[stage]
-        if part == parts - 1 and stage == stages - 1:
-            end += spec.mtp_modules
-        chunks.append(_StageChunk(range(begin, end), counts[part], receives=stage > 0 or part > 0))
-        first += sum(row)
+    chunks = [list(range(spec.num_layers))]
+    if degrees.pipeline_stage > 1:
+        chunks = [list(layers) for layers in facts.chunks(config)[stage]]
+    if stage == degrees.pipeline_stage - 1:
+        chunks[-1] += spec.module_layers
     return chunks
+
+
+def stage_passes(
+    config: Config, degrees: Degrees, facts: ModelFacts, stage: int
+) -> list[tuple[tuple[int, ...], int]]:
+    """Returns how many passes of each chunk wait for their backward pass at the same time, and the messages sent by
+    then: what is sent exists until the end of the step, when a stage of explicit mode waits for all of it."""
+    if degrees.pipeline_stage == 1:
+        return [((1,), 0)]
+    return facts.passes_at_once(config)[stage]
 
 
 def _saved_bytes(

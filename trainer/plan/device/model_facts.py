@@ -18,6 +18,7 @@ from trainer.models.spec.names import is_buffer
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups, state_names
+from trainer.plan.division import passes_at_once
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -75,6 +76,14 @@ class ModelFacts:
     def chunks(self, config: Config) -> list[list[list[int]]]:
         """Returns the result of `chunk_layers`."""
         return self.once(("chunks", *_pipeline_key(config)), lambda: chunk_layers(config))
+
+    def passes_at_once(self, config: Config) -> list[list[tuple[tuple[int, ...], int]]]:
+        """Returns the result of `passes_at_once` for the pipeline of the configuration."""
+        stages = config.parallel_config.pipeline_stage
+        order = config.parallel.pipeline_config
+        key = ("in flight", stages, config.decoder.pp_interleave_num, config.parallel_config.micro_batch_num,
+               order.pipeline_scheduler, order.slices)  # fmt: skip
+        return self.once(key, lambda: passes_at_once(config, stages))
 
     def recomputed(self, config: Config) -> tuple[Part, ...]:
         """Returns the result of `recomputed_parts`."""

@@ -11,6 +11,7 @@ from trainer.config.checks.parallel import micro_batches_per_step, parallel_degr
 from trainer.config.recompute import SUBLAYERS
 from trainer.config.stages import chunk_sizes, offset_rows
 from trainer.parallel.mesh import Degrees, divisors
+from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -24,6 +25,7 @@ RECOMPUTATIONS = ("none", "attention", "mlp", "1/4", "1/2", "3/4", "full")
 UNCHANGED = "unchanged"
 """The recomputation of a layout that leaves it as it is."""
 SCHEDULE = "parallel.pipeline_config.pipeline_scheduler"
+_1F1B = "1f1b"
 _MOST_CHUNKS = 4
 _MOST_ROWS = 8
 """Sequences of a micro-batch."""
@@ -42,6 +44,8 @@ class Layout(NamedTuple):
         recomputed: Of `RECOMPUTATIONS`.
         rows: Sequences of a micro-batch.
         micro_batches: Of a step, on a rank.
+        schedule: As pipeline_scheduler; all layouts but that of the file have 1F1B.
+        slices: Of a sequence, see `PipelineConfig.slices`.
     """
 
     degrees: Degrees
@@ -52,6 +56,8 @@ class Layout(NamedTuple):
     recomputed: str
     rows: int
     micro_batches: int
+    schedule: str = _1F1B
+    slices: int = 1
 
     @property
     def text(self) -> str:
@@ -61,6 +67,10 @@ class Layout(NamedTuple):
             parts.append(f"x {self.chunks} chunks")
         if self.shares_rows:
             parts.append("sp")
+        if self.schedule != _1F1B:
+            parts.append(self.schedule)
+        if self.slices > 1:
+            parts.append(f"x {self.slices} slices")
         return " ".join(parts)
 
 
@@ -100,8 +110,10 @@ class LayoutConfigs:
     def from_file(cls, config: Config, job: World) -> LayoutConfigs:
         """Returns the configurations of a file, whose global batch is that of `job`."""
         config = resolve_for_job(config, job)
-        unchanged = config
         degrees = parallel_degrees(config, job)
+        order = config.parallel.pipeline_config.with_slices(_slices(config, degrees))
+        parallel = config.parallel.model_copy(update={"pipeline_config": order})
+        unchanged = config.model_copy(update={"parallel": parallel})
         runner = config.runner_config
         batch = runner.global_batch_size
         if batch is None:
@@ -137,7 +149,9 @@ class LayoutConfigs:
             "parallel_config": config.parallel_config.model_copy(update=settings),
             "runner_config": config.runner_config.model_copy(update=runner),
             "recompute": layout.recomputed == UNCHANGED and self.unchanged.recompute,
-            "parallel": self._once(("parallel", layout.level, layout.chunks), self._parallel, layout),
+            "parallel": self._once(
+                ("parallel", layout.level, layout.chunks, layout.schedule, layout.slices), self._parallel, layout
+            ),
             "recompute_config": self._once(
                 ("recompute", layout.recomputed, degrees.pipeline_stage, layout.chunks, layout.offset),
                 self._recompute, layout,
@@ -156,8 +170,9 @@ class LayoutConfigs:
         if layout.level:
             sharding = section.parallel_optimizer_config.model_copy(update={"optimizer_level": layout.level})
             changes["parallel_optimizer_config"] = sharding
-        interleaves = {"pipeline_interleave": layout.chunks > 1, "pipeline_scheduler": "1f1b"}
-        changes["pipeline_config"] = section.pipeline_config.model_copy(update=interleaves)
+        interleaves = layout.chunks > 1 or layout.schedule != _1F1B
+        order = {"pipeline_interleave": interleaves, "pipeline_scheduler": layout.schedule}
+        changes["pipeline_config"] = section.pipeline_config.model_copy(update=order).with_slices(layout.slices)
         return section.model_copy(update=changes)
 
     def _recompute(self, layout: Layout) -> Any:
@@ -201,9 +216,21 @@ class LayoutConfigs:
         return self.config.model.model_copy(update={"settings": settings})
 
 
+def _slices(config: Config, degrees: Degrees) -> int:
+    """Returns into how many slices the pipeline of a file cuts sequences, if MindSpore Transformers runs it."""
+    if degrees.pipeline_stage == 1 or config.parallel.pipeline_config.pipeline_scheduler not in SEQUENCE_PIPELINES:
+        return 1
+    slices: int = config.parallel_config.seq_split_num  # type: ignore[attr-defined]
+    return slices
+
+
 def file_layout(config: Config, job: World) -> Layout:
     """Returns the layout that a file describes; what it recomputes is "unchanged"."""
     degrees = parallel_degrees(config, job)
+    order = config.parallel.pipeline_config
+    schedule = _1F1B
+    if degrees.pipeline_stage > 1:
+        schedule = order.pipeline_scheduler
     level = ""
     if config.parallel.enable_parallel_optimizer:
         level = zero_level(config)
@@ -215,7 +242,7 @@ def file_layout(config: Config, job: World) -> Layout:
         rows = tuple(tuple(row) for row in offset_rows(offset))
     return Layout(
         degrees, config.parallel_config.use_seq_parallel, config.decoder.pp_interleave_num, rows, level,
-        UNCHANGED, config.runner_config.batch_size, micro_batches_per_step(config, degrees),
+        UNCHANGED, config.runner_config.batch_size, micro_batches_per_step(config, degrees), schedule, order.slices,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.read.dump import flatten, plain_values, value_text
+from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES
 from trainer.plan.search.alternatives import lost_alternatives
 from trainer.plan.search.layouts import SCHEDULE
 from trainer.plan.search.search import memory_text, shown_candidates
@@ -33,12 +34,18 @@ def assumptions(search: LayoutSearch, corrections: Corrections | None) -> list[s
         source = f"default rates but for {', '.join(written)} of the file; see --measured"
     if corrections is not None:
         source = f"rates that the step times of {corrections.runs} runs have corrected"
+    pipeline = "a pipeline runs 1F1B"
+    if _sequence_schedule(search):
+        slices = search.configs.unchanged.parallel.pipeline_config.slices
+        pipeline += f", that of the file {_sequence_schedule(search)}"
+        if slices > 1:
+            pipeline += f" with {slices} equal slices, the later with more keys"
     return [
         f"rates: {rates.products / 1e12:.3g} TFLOP/s in products, {rates.experts / 1e12:.3g} in experts,"
         f" {rates.attention / 1e12:.3g} in attention; {rates.node / 1e9:.3g} GB/s in a node of {rates.ranks_per_node},"
         f" {rates.network / 1e9:.3g} between nodes",
         "overlap: only messages among stages and gathers of level3 overlap with computation; experts are loaded evenly;"
-        " a pipeline runs 1F1B",
+        f" {pipeline}",
         f"order: an estimate until somebody measures ({source}); traffic is counted as in explicit mode",
     ]
 
@@ -85,30 +92,56 @@ def _summary(search: LayoutSearch, result: SearchResult) -> Rows:
     rows.append(("layouts", f"{result.considered:,}: {', '.join(parts)}"))
     if result.file is not None:
         rows.append(("file", file_place(result)))
-    if search.other_schedule:
-        rows.append(("schedule", _schedule_text(search)))
+    schedule = schedule_text(search)
+    if schedule:
+        rows.append(("schedule", schedule))
     return rows
 
 
-def _schedule_text(search: LayoutSearch) -> str:
-    """Returns that the search does not estimate the schedule of the file."""
-    key = search.config.source.name(SCHEDULE)
-    return f"the file asks for {key} {search.other_schedule}, which is not estimated: layouts here have 1f1b"
+def _sequence_schedule(search: LayoutSearch) -> str:
+    """Returns the sequence pipeline of the file if it is estimated; empty if the file has none."""
+    unchanged = search.configs.unchanged
+    name = unchanged.parallel.pipeline_config.pipeline_scheduler
+    is_used = name in SEQUENCE_PIPELINES and unchanged.parallel_config.pipeline_stage > 1
+    if search.other_schedule or not is_used:
+        return ""
+    return name
+
+
+def schedule_text(search: LayoutSearch) -> str:
+    """Returns what the schedule of the file needs, or that it is not estimated; empty for 1F1B and GPipe."""
+    source = search.config.source
+    key = source.name(SCHEDULE)
+    if search.other_schedule:
+        return f"the file asks for {key} {search.other_schedule}, which is not estimated: layouts here have 1f1b"
+    name = _sequence_schedule(search)
+    if not name:
+        return ""
+    text = f"the file's own layout has {name}, which is MindSpore's; the others have 1f1b"
+    slices = search.configs.unchanged.parallel.pipeline_config.slices
+    if slices > 1:
+        text += (
+            f". Its {source.name('parallel_config.seq_split_num')} {slices} is estimated as MindSpore Transformers runs"
+            " it; a run of this program takes whole sequences"
+        )
+    return text
 
 
 def file_place(result: SearchResult) -> str:
-    """Returns where the layout of the file stands among those that fit."""
+    """Returns where the layout of the file stands among those that fit, and why a run would refuse it."""
     assert result.file is not None
-    if result.is_file_fastest:
-        return "no layout is estimated to be faster than its own"
-    faster = {
-        (each.layout.degrees, each.layout.chunks, each.layout.rows)
-        for each in result.candidates
-        if each.seconds < result.file.seconds
-    }
-    text = f"{len(faster)} kinds of layouts are estimated to be faster than its own"
-    if result.file.memory_bytes > result.limit_bytes:
-        text += f"; it needs {memory_text(result.file.memory_bytes)}"
+    text = "no layout is estimated to be faster than its own"
+    if not result.is_file_fastest:
+        faster = {
+            (each.layout.degrees, each.layout.chunks, each.layout.rows)
+            for each in result.candidates
+            if each.seconds < result.file.seconds
+        }
+        text = f"{len(faster)} kinds of layouts are estimated to be faster than its own"
+        if result.file.memory_bytes > result.limit_bytes:
+            text += f"; it needs {memory_text(result.file.memory_bytes)}"
+    for error in result.file_errors[:1]:
+        text += f"; a run refuses it: {error.key} {error.rule}"
     return text
 
 
@@ -198,6 +231,7 @@ def result_dict(
         "broken": {f"{key}: {rule}": number for (key, rule), number in result.broken.items()},
         "too_large": result.too_large,
         "other_schedule": search.other_schedule,
+        "schedule": schedule_text(search),
         "best": [_candidate_dict(search, each) for each in best],
         "changes": {key: [old, new] for key, old, new in changes},
         "alternatives": list(_alternative_dicts(search, best[0])),
@@ -221,6 +255,8 @@ def _candidate_dict(search: LayoutSearch, candidate: Candidate) -> dict[str, Any
         **layout.degrees._asdict(),
         "use_seq_parallel": layout.shares_rows,
         "pp_interleave_num": layout.chunks,
+        "pipeline_scheduler": layout.schedule,
+        "seq_split_num": layout.slices,
         "offset": layout.offset,
         "optimizer_level": layout.level,
         "recompute": layout.recomputed,

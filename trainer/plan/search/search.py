@@ -15,6 +15,7 @@ from trainer.config.checks.parallel import runs_semi_auto
 from trainer.config.checks.problem import raise_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.errors import UserError
+from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES, never_waits_for_ever
 from trainer.plan.flops import decoder_products
 from trainer.plan.memory import decoder_facts, memory_estimate
 from trainer.plan.pipeline import pipeline_plan
@@ -109,6 +110,7 @@ class SearchResult:
         slower: Number of those whose passes alone take longer than the worst layout that is shown.
         assessed: Number of those whose memory was estimated.
         file: The layout of the file, if it is for so many ranks and its schedule has an estimate.
+        file_errors: Why a run would refuse it.
         worst_shown: The time of the last of the layouts that are shown; infinite while there are fewer.
     """
 
@@ -124,6 +126,7 @@ class SearchResult:
     slower: int = 0
     assessed: int = 0
     file: Candidate | None = None
+    file_errors: list[UserError] = field(default_factory=list)
     worst_shown: float = math.inf
     _shown: list[Candidate] = field(default_factory=list)
 
@@ -180,9 +183,10 @@ class LayoutSearch:
         """
         every = skeletons(self.config, self.world.size, self.configs.global_batch)
         result = self.run_some(every)
-        has_schedule = not self.other_schedule or self.configs.unchanged.parallel_config.pipeline_stage == 1
-        if self.world.size == self.job.size and has_schedule:
-            result.file = self.assess(file_layout(self.config, self.world), self.configs.unchanged)
+        unchanged = self.configs.unchanged
+        if self.world.size == self.job.size and not self.other_schedule:
+            result.file = self.assess(file_layout(unchanged, self.world), unchanged)
+            result.file_errors = [each.error for each in self.broken_rules(unchanged, self.world)]
         return result
 
     def run_some(self, chosen: Iterable[Skeleton], most: int | None = None) -> SearchResult:
@@ -273,6 +277,8 @@ class LayoutSearch:
             for level in self._levels(skeleton):
                 for choice in dict.fromkeys((layout.recomputed, "full")):
                     other = self._layout(skeleton, offset, level, choice)
+                    if skeleton.degrees.pipeline_stage > 1:
+                        other = other._replace(schedule=layout.schedule)
                     distances.append((_distance(layout, other), len(distances), other))
         distances.sort()
         fits: list[Candidate] = []
@@ -314,12 +320,18 @@ class LayoutSearch:
 
     @property
     def other_schedule(self) -> str:
-        """Returns the schedule of the file's pipeline if its time is not estimated; empty if it is.
+        """Returns the schedule of the file's pipeline if its time is not estimated; empty if it is, or without one.
 
-        GPipe takes as long as 1F1B, see `trainer.parallel.schedule`.
+        GPipe takes as long as 1F1B, see `trainer.parallel.schedule`. Sequence pipelines are MindSpore's alone.
         """
-        name = self.config.parallel.pipeline_config.pipeline_scheduler
-        if name in ("1f1b", "gpipe"):
+        unchanged = self.configs.unchanged
+        order = unchanged.parallel.pipeline_config
+        stages = unchanged.parallel_config.pipeline_stage
+        name = order.pipeline_scheduler
+        is_known = name in ("1f1b", "gpipe")
+        if name in SEQUENCE_PIPELINES:
+            is_known = runs_semi_auto(unchanged, self.job) and never_waits_for_ever(name, stages, order.slices)
+        if is_known or stages == 1:
             return ""
         return name
 

@@ -1,7 +1,8 @@
 """The estimated time of an optimizer step, from operations, bytes and rates.
 
 The time of a pipeline is `closed_form_time` of `trainer.plan.pipeline`: to simulate the schedules of all layouts would
-take too long.
+take too long. That of a file's sequence pipeline is simulated. Each of its slices is a pass with collectives and
+overhead of its own.
 
 Overlap is that of explicit mode: activations are sent, and weights of level3 gathered, while the stage computes; all
 other collectives are waited for. Communication among and within nodes is that of hierarchical collectives, in which
@@ -16,10 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, sharding_ranks, zero_level
+from trainer.config.stages import training_schedule
 from trainer.models.spec.names import layer_prefix
 from trainer.ops.precision import resolve_precision
 from trainer.parallel.layout import ModelLayout, end_stages, parameter_layout
 from trainer.parallel.mesh import Degrees, MeshCoordinate
+from trainer.parallel.schedule import Action, Cost, one_forward_one_backward, simulate
+from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES, keys_of_slice
 from trainer.parallel.sharding import bytes_sent
 from trainer.plan.device.layers import kept_of_layer
 from trainer.plan.division import fullest_rank, micro_batch_tokens, rank_groups
@@ -85,7 +89,7 @@ class PassesTime(NamedTuple):
     Attributes:
         waiting: Of the seconds, those in which a stage waits for another one, mean over the stages.
         classes: The seconds of the slowest stage with its waiting, in the order of `CLASSES`.
-        sent: Bytes that a rank of each stage sends for a micro-batch.
+        sent: Bytes that a rank of each stage sends for them.
     """
 
     seconds: float
@@ -134,7 +138,6 @@ class StepEstimator:
             memory: Bytes of its fullest rank, by part.
         """
         degrees = parallel_degrees(config, world)
-        number = micro_batches_per_step(config, degrees)
         passes = self.passes(config, world)
         links = self._links(config, world, degrees)
         of_weights = []
@@ -153,14 +156,14 @@ class StepEstimator:
         classes = [each + more for each, more in zip(passes.classes, after.classes, strict=True)]
         classes[CLASSES.index("memory")] += update
         classes[CLASSES.index("network")] += exposed
-        sent = max(number * one + more.bytes for one, more in zip(passes.sent, of_weights, strict=True))
+        sent = max(one + more.bytes for one, more in zip(passes.sent, of_weights, strict=True))
         seconds = passes.seconds + exposed + after.waited + update
         return StepTime(seconds, passes.waiting, dict(zip(CLASSES, classes, strict=True)), sent)
 
     def passes(self, config: Config, world: World) -> PassesTime:
         """Returns the time of the forward and backward passes of a step, less than which no step takes."""
         degrees = parallel_degrees(config, world)
-        number = micro_batches_per_step(config, degrees)
+        number = micro_batches_per_step(config, degrees) * config.parallel.pipeline_config.slices
         stages = degrees.pipeline_stage
         links = self._links(config, world, degrees)
         known: dict[object, Seconds] = {}
@@ -173,13 +176,13 @@ class StepEstimator:
         times = [each.waited for each in passes]
         slowest = max(range(stages), key=lambda stage: times[stage])
         chunks = config.decoder.pp_interleave_num
-        computed = closed_form_time(times, number, chunks)
+        computed = _pipeline_time(config, degrees, passes, number)
         # Messages show before the first pass of the last stage, and after its last one.
         computed += 2 * (stages - 1) * max(each.sending for each in passes) / chunks
         factor = computed / times[slowest]
         classes = tuple(each * factor for each in passes[slowest].classes)
         waiting = computed - number * sum(times) / stages
-        return PassesTime(computed, waiting, classes, [each.bytes for each in passes])
+        return PassesTime(computed, waiting, classes, [number * each.bytes for each in passes])
 
     def _stage_kinds(self, config: Config, degrees: Degrees) -> list[tuple[tuple[int, str], ...]]:
         """Returns for each stage the kind of each of its layers, and the part that its backward pass recomputes."""
@@ -280,10 +283,10 @@ class StepEstimator:
         self, config: Config, world: World, degrees: Degrees, links: Mapping[str, _Link], stage: int,
         layers: Sequence[tuple[int, str]],
     ) -> Seconds:  # fmt: skip
-        """Returns the time of the forward and backward pass of a micro-batch through a stage."""
+        """Returns the time of the forward and backward pass of a micro-batch, or of a slice of it, through a stage."""
         key = (
             degrees.context_parallel, degrees.model_parallel, degrees.expert_parallel,
-            config.parallel_config.use_seq_parallel, config.runner_config.batch_size,
+            config.parallel_config.use_seq_parallel, micro_batch_tokens(config, degrees),
         )  # fmt: skip
         parts = []
         for (kind, part), times in Counter(layers).items():
@@ -403,6 +406,34 @@ class StepEstimator:
             layouts[name] = one
         trained = frozenset(self.facts.trained)
         return JobInfo(spec, ModelLayout(degrees, layouts), trained, (), self.facts.first, head_numbers(config))
+
+
+def _pipeline_time(config: Config, degrees: Degrees, passes: Sequence[Seconds], number: int) -> float:
+    """Returns the time of a step from that of a pass through each stage.
+
+    A sequence pipeline is simulated, unless it is 1F1B.
+
+    Args:
+        number: Passes of a step through each chunk.
+    """
+    chunks = config.decoder.pp_interleave_num
+    stages = degrees.pipeline_stage
+    order = config.parallel.pipeline_config
+    times = [each.waited for each in passes]
+    if stages == 1 or order.pipeline_scheduler not in SEQUENCE_PIPELINES:
+        return closed_form_time(times, number, chunks)
+    schedule = training_schedule(config, stages, micro_batches_per_step(config, degrees))
+    if schedule == one_forward_one_backward(stages, number, chunks):
+        return closed_form_time(times, number, chunks)
+    attention = [each.classes[CLASSES.index("attention")] for each in passes]
+
+    def cost(stage: int, action: Action) -> Cost:
+        """Returns the time of a slice, of which attention takes as long as it has keys."""
+        more = keys_of_slice(action.slice_number, order.slices) - 1
+        time = (times[stage] + more * attention[stage]) / chunks
+        return Cost(time / 3, time * 2 / 3)
+
+    return simulate(schedule, cost).end
 
 
 def _rank(degrees: Degrees, stage: int) -> int:

@@ -249,6 +249,13 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
          "parallel.pipeline_config.pipeline_scheduler=seqpipe",
          ["pipeline_scheduler = 'seqpipe': without pipeline_interleave MindSpore supports 1f1b only"]),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
+         "parallel.pipeline_config={'pipeline_interleave': True, 'pipeline_scheduler': 'seqvpp'}",
+         ["pipeline_scheduler = 'seqvpp': needs several model chunks of a stage", "set pp_interleave_num to 2"]),
+        ("parallel_config: {pipeline_stage: 3, micro_batch_num: 3}\nmodel.model_config.num_layers=6\n"
+         "model.model_config.pp_interleave_num=2\n"
+         "parallel.pipeline_config={'pipeline_interleave': True, 'pipeline_scheduler': 'seqsmartvpp'}",
+         ["pipeline_scheduler = 'seqsmartvpp': needs an even number of stages, not 3", "write seqvpp"]),
         ("parallel_config: {pipeline_stage: 4, micro_batch_num: 4}\nmodel.model_config.num_layers=4\n"
          "model.model_config.offset=[0,-1,0,1]", ["assigns no layer to pipeline stage 1"]),
         ("parallel_config: {data_parallel: 8}\nparallel.parallel_optimizer_config.optimizer_weight_shard_size=256\n"

@@ -1,0 +1,110 @@
+"""MindSpore's sequence pipelines: the order of slices, and that no stage waits for ever."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+from tolerances import FLOAT64_SUMS
+
+from trainer.config import Config, parse_config
+from trainer.parallel.schedule import (
+    Action,
+    Cost,
+    Deadlock,
+    Schedule,
+    max_in_flight,
+    one_forward_one_backward,
+    simulate,
+)
+from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES, never_waits_for_ever, sequence_pipeline
+from trainer.plan.pipeline import _action_costs, _chunk_costs, pipeline_plan
+
+SIZES = [
+    (scheduler, p, m, v, s)
+    for scheduler in SEQUENCE_PIPELINES for p in (2, 3, 4, 8) for m in (2, 4, 5, 8, 11, 16) for v in (1, 2, 3)
+    for s in (1, 2, 3, 4)
+    # MindSpore refuses the others.
+    if (scheduler == "seqpipe" and m >= p) or (v > 1 and s <= p <= m * s and (scheduler == "seqvpp" or p % 2 == 0))
+    if never_waits_for_ever(scheduler, p, s)
+]  # fmt: skip
+
+
+def check_order(schedule: Schedule, micro_batches: int, slices: int) -> None:
+    """Checks that each pass comes once, and after those whose results it needs on its own stage."""
+    for actions in schedule.actions:
+        assert len(actions) == len(set(actions)) == 2 * micro_batches * schedule.chunks * slices
+        places = {action: place for place, action in enumerate(actions)}
+        for action, place in places.items():
+            if action.kind == "backward":
+                assert places[action._replace(kind="forward")] < place
+        rows: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        for kind, micro_batch, chunk, part in actions:
+            rows[(kind, micro_batch, chunk)].append(part)
+        for (kind, _, _), parts in rows.items():
+            assert parts == sorted(range(slices), reverse=kind == "backward")
+
+
+@pytest.mark.parametrize(("scheduler", "p", "m", "v", "s"), SIZES)
+def test_slices_go_forward_in_order_and_backward_in_reverse(scheduler: str, p: int, m: int, v: int, s: int) -> None:
+    schedule = sequence_pipeline(scheduler, p, m, v, s)
+    check_order(schedule, m, s)
+    timeline = simulate(schedule)  # raises where stages wait for each other
+    if v == 1 or (scheduler == "seqpipe" and m % p == 0):
+        assert timeline.bubble_share == pytest.approx((p - 1) / (v * m * s + p - 1), rel=FLOAT64_SUMS)
+    if s == 1 and m % p == 0 and scheduler != "seqsmartvpp":
+        assert schedule == one_forward_one_backward(p, m, v)
+    if scheduler != "seqpipe" and m * s % p == 0 and p % s == 0:
+        longer = sequence_pipeline("seqpipe", p, m, v, s)
+        for stage in range(p):
+            assert max_in_flight(schedule, stage) <= max_in_flight(longer, stage)
+
+
+def test_slices_that_do_not_divide_the_stages_of_seqvpp_may_wait_for_ever() -> None:
+    assert not never_waits_for_ever("seqvpp", 8, 3)
+    with pytest.raises(Deadlock, match="never takes"):
+        simulate(sequence_pipeline("seqvpp", 8, 4, 2, 3))
+
+
+def configuration(seq_length: int = 1024, **order: object) -> Config:
+    """Returns a pipeline of four stages."""
+    return parse_config("sequence", json.dumps({
+        "use_parallel": True, "context": {"device_target": "Ascend"}, "optimizer": {"type": "AdamW"},
+        "parallel": {"parallel_mode": 1, "pipeline_config": {"pipeline_interleave": True} | order},
+        "parallel_config": {"pipeline_stage": 4, "micro_batch_num": 8, "data_parallel": 1},
+        "model": {"arch": {"type": "LlamaForCausalLM"}, "model_config": {
+            "num_layers": 8, "hidden_size": 256, "num_heads": 4, "intermediate_size": 512, "vocab_size": 1024,
+            "seq_length": seq_length,
+        }},
+    }))  # fmt: skip
+
+
+def sliced(config: Config, number: int) -> Config:
+    order = config.parallel.pipeline_config.with_slices(number)
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline_config": order})})
+
+
+def test_later_slices_see_more_keys() -> None:
+    """All slices together take what the micro-batch takes; attention of the last of 4 is 7 times that of the first."""
+    whole = configuration(pipeline_scheduler="seqpipe")
+    cost = _action_costs(sliced(whole, 4))
+    of_slices = [cost(1, Action("forward", 0, 0, part)) for part in range(4)]
+    assert sum(one.forward for one in of_slices) == pytest.approx(_chunk_costs(whole)[1][0].forward, rel=FLOAT64_SUMS)
+    [attention] = _chunk_costs(whole, operators=("attention",))[1]
+    for kind in Cost._fields:
+        steps = [getattr(b, kind) - getattr(a, kind) for a, b in zip(of_slices, of_slices[1:], strict=False)]
+        assert steps == pytest.approx([getattr(attention, kind) / 8] * 3, rel=FLOAT64_SUMS)
+
+
+def test_slices_shorten_the_bubble() -> None:
+    whole = configuration(pipeline_scheduler="seqpipe")
+    plans = [pipeline_plan(sliced(whole, number), 4) for number in (1, 2, 4)]
+    bubbles = [plan.bubble_share for plan in plans if plan is not None]
+    assert bubbles[0] > bubbles[1] > bubbles[2] > 0
+    one = pipeline_plan(configuration(), 4)
+    assert one is not None and bubbles[0] == one.bubble_share
+    assert [stage.in_flight for stage in plans[2].stages] == [7, 6, 5, 4]  # type: ignore[union-attr]
+    # Where attention is most of the work, the last slice takes seven times as long as the first.
+    uneven = pipeline_plan(sliced(configuration(65536, pipeline_scheduler="seqpipe"), 4), 4)
+    assert uneven is not None and uneven.bubble_share > 1.5 * bubbles[2]
