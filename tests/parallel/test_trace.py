@@ -94,7 +94,7 @@ def test_the_command_compares_folders_and_draws(folder: Path, capsys: pytest.Cap
     assert dispatch(["trace", "--output", right, "--against", str(folder / folder_name(PLAIN_ON_TWO))]) == 0
     assert capsys.readouterr().out.startswith("same path")
     assert dispatch(["trace", "--output", right, "--against", str(folder / folder_name(SWAPPED_ON_TWO))]) == 1
-    page = (Path(right) / "trace.html").read_text()
+    page = (Path(right) / "report.html").read_text()
     assert "layer 2" in page and page.count("<polyline") == 4 and "class='beyond'" in page
 
 

@@ -1,4 +1,4 @@
-"""Draws how far a run left the right path: trace.html, one page with a chart of the deviation by layer and a table."""
+"""Draws how far a run left the right path: report.html, one page with a chart of the deviation by layer and a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.monitors.files import write_text
 from trainer.trace.compare import Comparison, deviation_by_layer
 from trainer.trace.message import verdict
 
-PAGE = "trace.html"
+PAGE = "report.html"
 _SERIES = {"weight": "weights", "activation": "activations", "activation gradient": "activation gradients",
            "gradient": "gradients of weights"}  # fmt: skip
 _COLOURS = ("#78716c", "#2563eb", "#059669", "#d97706")
@@ -29,7 +29,7 @@ _STYLE = (
 
 
 def write_page(comparison: Comparison, folder: Path) -> Path:
-    """Writes trace.html into a folder and returns its path."""
+    """Writes report.html into a folder and returns its path."""
     sentence = verdict(comparison)
     sentence = f"{sentence[0].upper()}{sentence[1:]}."
     other = html.escape(str(comparison.other.folder))

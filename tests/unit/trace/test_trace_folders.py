@@ -123,7 +123,7 @@ def test_micro_batches_that_one_trace_lacks_are_named(tmp_path: Path) -> None:
     assert lines[2] == (
         "not equal    the batches differ; rounding explains every difference of 1 tensor that both traces have"
     )
-    assert "The batches differ" in (right / "trace.html").read_text()
+    assert "The batches differ" in (right / "report.html").read_text()
 
 
 def test_a_lost_rank_is_not_the_same_path(tmp_path: Path) -> None:
