@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fork_server import FORKED, ensure_server
 
@@ -26,15 +26,33 @@ TESTS = Path(__file__).resolve().parent
 _LIMIT_SECONDS = 240
 
 
+class RankEnd(NamedTuple):
+    """How a rank ended: its exit code, what it wrote, and its result, None after a failure."""
+
+    code: int
+    log: str
+    result: Any
+
+
 def on_rank_processes(ranks: int, function: str, *arguments: Any, limit_seconds: float = _LIMIT_SECONDS) -> list[Any]:
-    """Returns the results of all ranks, in order.
+    """Returns the results of all ranks, in order; for the arguments see `run_ranks`.
+
+    Raises:
+        AssertionError: A rank failed or took too long; the message has what each rank wrote.
+    """
+    ends = run_ranks(ranks, function, *arguments, limit_seconds=limit_seconds)
+    written = "\n".join(f"--- rank {rank}\n{end.log[-6000:]}" for rank, end in enumerate(ends))
+    codes = [end.code for end in ends]
+    assert codes == [0] * ranks, f"exit codes {codes}\n{written}"
+    return [end.result for end in ends]
+
+
+def run_ranks(ranks: int, function: str, *arguments: Any, limit_seconds: float = _LIMIT_SECONDS) -> list[RankEnd]:
+    """Runs a function on ranks and returns how each ended, in order.
 
     Args:
         function: "module:function", of a module beside the calling test or in tests/; it gets the group of all ranks
             (`trainer.parallel.host_group.CpuGroup`) and the arguments, which JSON can hold. Its result is pickled.
-
-    Raises:
-        AssertionError: A rank failed or took too long; the message has what each rank wrote.
     """
     ensure_server()
     paths = [str(TESTS.parent), *dict.fromkeys(path for path in sys.path if path.startswith(str(TESTS)))]
@@ -49,10 +67,10 @@ def on_rank_processes(ranks: int, function: str, *arguments: Any, limit_seconds:
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         deadline = time.monotonic() + limit_seconds
         codes = [_end(process, deadline) for process in processes]
-        written = "\n".join(f"--- rank {rank}\n{Path(f'{file}.log').read_text()[-6000:]}" for rank, file in
-                            enumerate(files))  # fmt: skip
-        assert codes == [0] * ranks, f"exit codes {codes}\n{written}"
-        return [pickle.loads(file.read_bytes()) for file in files]
+        logs = [Path(f"{file}.log").read_text() for file in files]
+        results = [pickle.loads(file.read_bytes()) if code == 0 else None
+                   for code, file in zip(codes, files, strict=True)]  # fmt: skip
+    return list(map(RankEnd, codes, logs, results))
 
 
 def _end(process: subprocess.Popen, deadline: float) -> int:
