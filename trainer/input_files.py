@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -114,6 +115,16 @@ def write_output(path: Path, text: str, flag: str) -> None:
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
         raise UserError(rule, where=f"flag {flag}", key=flag, value=str(path), fix="name another file") from None
+
+
+def links_out_of(folder: Path, paths: Iterable[Path]) -> list[str]:
+    """Returns a rule for each of some paths in an output folder that is a link out of it: nothing is written there."""
+    inside = os.path.realpath(folder)
+    targets = {path: os.path.realpath(path) for path in paths if path.is_symlink()}
+    return [
+        f"{path.relative_to(folder)} in it is a link to {target}, and nothing is written outside of output_dir"
+        for path, target in targets.items() if os.path.commonpath([inside, target]) != inside
+    ]
 
 
 def unwritable_reason(folder: str | Path) -> str:

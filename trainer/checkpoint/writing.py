@@ -358,7 +358,7 @@ def _move_in_place(
     newest_marker = None
     if newest:
         newest_marker = store.read_marker(newest)
-    if path.exists():  # saved before: the older save stays complete under another name until the end
+    if os.path.lexists(path):  # saved before: the older save stays complete under another name until the end
         path.rename(path.with_name(path.name + REPLACED))
         stage("moved older save away")
     unfinished.rename(path)
@@ -406,7 +406,7 @@ def _clear_leftovers(folder: Path) -> None:
             path.unlink()
     for path in store.step_folders(folder):
         # Not `read_marker(path) is None`: a marker that is unreadable for now must not remove a checkpoint.
-        if not (path / MARKER).exists():
+        if not path.is_symlink() and not (path / MARKER).exists():
             shutil.rmtree(path)
     for path in folder.glob(f"step-*{REPLACED}"):
         original = path.with_name(path.name.removesuffix(REPLACED))
@@ -417,8 +417,14 @@ def _clear_leftovers(folder: Path) -> None:
 
 
 def _remove_folder(path: Path, stage: OnStage) -> None:
-    """Removes a checkpoint, its marker first. What cannot be removed stays: it must not end the run."""
+    """Removes a checkpoint, its marker first; of a link the link alone, never what it leads to.
+
+    What cannot be removed stays: it must not end the run.
+    """
     with contextlib.suppress(OSError):
+        if path.is_symlink():
+            path.unlink()
+            return
         (path / MARKER).unlink()
         stage("unmarked an old checkpoint")
         shutil.rmtree(path)

@@ -25,18 +25,32 @@ def make_folder(folder: Path, where: str = "") -> None:
         raise UserError(rule, where=where, key="output_dir", value=str(folder), fix=fix) from error
 
 
+def unfinished_file(path: Path) -> Path:
+    """Returns where to write a file that is then moved into place; removes what an interrupted write has left there.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.unlink(missing_ok=True)
+    return unfinished
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file and moves it into place, so that an older file is replaced completely or stays.
 
     Raises:
         RunError: The disk is full or cannot be written.
     """
-    unfinished = path.with_name(path.name + ".tmp")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
+        unfinished = unfinished_file(path)
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            os.replace(unfinished, path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise write_failure(path, error) from error
 
 

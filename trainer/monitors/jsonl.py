@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
 from trainer.errors import RunError
-from trainer.monitors.files import write_failure
+from trainer.monitors.files import unfinished_file, write_failure
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics, eval_record, step_record
 
 MetricsRecord: TypeAlias = dict[str, Any]
@@ -118,7 +118,7 @@ def cut_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    shortened = path.with_name(path.name + ".tmp")
+    shortened = unfinished_file(path)
     with path.open(encoding="utf-8", errors="replace") as lines, shortened.open("w", encoding="utf-8") as kept:
         for line in lines:
             record = parse_line(line)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer import __version__
 from trainer.input_files import replace_surrogates
-from trainer.monitors.files import write_text
+from trainer.monitors.files import unfinished_file, write_text
 from trainer.report.compare import RunComparison, comparison_tables
 from trainer.report.page import MAX_POINTS, assemble_page, round_digits
 from trainer.report.picture import panel_grid, picture_text, style_panels
@@ -89,7 +89,7 @@ def draw_comparison(comparison: RunComparison, path: Path) -> None:
     if sum(map(len, names)) < 80:
         title = " / ".join(names)
     figure.suptitle(title, fontsize=10)
-    unfinished = path.with_name(path.name + ".tmp")
+    unfinished = unfinished_file(path)
     figure.savefig(unfinished, format="png")
     os.replace(unfinished, path)
 

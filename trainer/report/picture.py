@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.monitors.files import unfinished_file
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
 from trainer.report.record import RunData, clip_norm, loss_title
@@ -61,7 +62,7 @@ def draw_report(record: RunData, path: Path) -> bool:
     figure = draw_figure(record)
     if figure is None:
         return False
-    unfinished = path.with_name(path.name + ".tmp")
+    unfinished = unfinished_file(path)
     figure.savefig(unfinished, format="png")
     os.replace(unfinished, path)
     return True

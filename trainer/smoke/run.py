@@ -17,6 +17,7 @@ from trainer.config import Config, load_config, parse_config
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.device.resolve import plans_elsewhere, resolve_device
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
+from trainer.input_files import links_out_of
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
@@ -201,6 +202,8 @@ def _prepare(config: Config, setup: Setup, changes: list[Change]) -> Config:
         RunError: The small configuration is not valid.
     """
     folder = setup.folder
+    for rule in links_out_of(folder.parents[1], [folder.parent, folder]):
+        raise UserError(rule, key="output_dir", value=str(folder.parents[1]), fix="give another --output_dir")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / CONFIG).is_file():
             rule = "the folder of the smoke run has other files"

@@ -21,12 +21,14 @@ from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import Config
 from trainer.config.schema.runner import LossScaleSection
 from trainer.config.stages import stage_problems
-from trainer.input_files import missing_path_reason, unwritable_reason
+from trainer.input_files import links_out_of, missing_path_reason, unwritable_reason
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _REMOVE_ONE = "remove one of the two"
 _MODEL = "model.model_config"
+_ADDED_TO = ("checkpoints", "logs", "profile", "trackers", "metrics.jsonl", "samples.jsonl")
+"""What a run adds to or writes into, in its output_dir; it replaces other files, also where they are links."""
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
@@ -229,7 +231,7 @@ def _tasks(config: Config, world: World) -> Iterator[ConfigError]:
 
 
 def _output_dir(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for an output_dir that is a file, or that cannot be created or written."""
+    """Yields an error for an output_dir that is a file, cannot be created or written, or has a link out of it."""
     folder = Path(config.output_dir).expanduser()
     existing = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
     if existing is not None and not os.path.isdir(existing):
@@ -245,6 +247,9 @@ def _output_dir(config: Config) -> Iterator[ConfigError]:
             rule = f"cannot be created in {existing}: {reason}"
         fix = "give another --output_dir, or make the folder writable"
         yield problem(config, "output_dir", rule, fix)._replace(is_absent=True)
+    logs = sorted((folder / "logs").glob("rank-*.log"))
+    for rule in links_out_of(folder, [*(folder / name for name in _ADDED_TO), *logs]):
+        yield problem(config, "output_dir", rule, "remove the link, or give the other folder as --output_dir")
 
 
 def starts_anew(config: Config) -> bool:
