@@ -192,13 +192,16 @@ show_progress() {
 }
 
 install_packages() {
-    local level="$1" what="." started_at=$SECONDS
+    local level="$1" what="." started_at=$SECONDS status=0
     if [ "$level" = test ]; then what=".[test]"; fi
     say "installing the packages pinned in constraints.txt (pip's words: .venv/setup.log)"
     write_state installing
     printf '%s\n' "$root" >"$place_file"
-    if ! (cd "$root" && "$venv/bin/python" -m pip install --progress-bar off -c constraints.txt -e "$what" 2>&1) |
-        tee -a "$log" | show_progress; then
+    (cd "$root" && "$venv/bin/python" -m pip install --progress-bar off -c constraints.txt -e "$what" 2>&1) |
+        tee -a "$log" | show_progress || status=$?
+    if [ "$status" -gt 128 ]; then # it took nothing back: the next set-up makes the environment anew
+        fail_with_log "pip was killed (signal $((status - 128))), perhaps because the memory ran out"
+    elif [ "$status" -ne 0 ]; then
         # pip takes back what it began: the environment can be built on next time.
         rm -f "$state_file"
         fail_with_log "pip could not install the packages"

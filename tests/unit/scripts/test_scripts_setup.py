@@ -225,6 +225,17 @@ def test_an_environment_is_begun_anew_by_one_of_two_kept_updated_and_mended(proj
     assert moved.run("setup_env.sh") == "set-up: .venv is up to date\n"
 
 
+def test_what_a_killed_pip_has_left_is_not_built_on(project: Project) -> None:
+    killed = fake_python(project.root / ".venv" / "bin" / "python", "")
+    killed.write_text("#!/bin/sh\necho unpacking\nkill -9 $$\n")
+    program = 'source "$1/scripts/setup_env.sh"; install_packages run'
+    done = subprocess.run(["bash", "-c", program, "bash", str(project.root)], env=project.environment, text=True,
+                          capture_output=True)  # fmt: skip
+    assert done.returncode == 1 and "pip was killed (signal 9), perhaps because the memory ran out" in done.stderr
+    assert "  unpacking" in done.stderr.splitlines()
+    assert (project.root / ".venv" / ".setup-state").read_text() == "installing\n", "the next set-up begins anew"
+
+
 def test_ci_calls_the_test_script() -> None:
     lines = (REPOSITORY / ".ci" / "run").read_text().splitlines()
     assert lines[-1] == "bash scripts/test.sh"
