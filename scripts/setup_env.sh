@@ -158,7 +158,7 @@ prepare_venv() {
 
 fail_with_log() {
     local lines=()
-    while IFS= read -r line; do lines+=("$line"); done < <(tail -n 15 "$log")
+    while IFS= read -r line; do lines+=("${line:0:200}"); done < <(tail -n 15 "$log")
     fail "$1; the end of $log says:" ${lines[@]+"${lines[@]}"}
 }
 
@@ -199,7 +199,11 @@ install_packages() {
     printf '%s\n' "$root" >"$place_file"
     (cd "$root" && "$venv/bin/python" -m pip install --progress-bar off -c constraints.txt -e "$what" 2>&1) |
         tee -a "$log" | show_progress || status=$?
-    if [ "$status" -gt 128 ]; then # it took nothing back: the next set-up makes the environment anew
+    # Where a signal ended it, it took nothing back: the next set-up makes the environment anew.
+    if [ "$status" -eq 130 ]; then
+        say "interrupted; the next call begins anew" >&2
+        exit 130
+    elif [ "$status" -gt 128 ]; then
         fail_with_log "pip was killed (signal $((status - 128))), perhaps because the memory ran out"
     elif [ "$status" -ne 0 ]; then
         # pip takes back what it began: the environment can be built on next time.

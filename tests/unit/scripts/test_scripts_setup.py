@@ -225,14 +225,20 @@ def test_an_environment_is_begun_anew_by_one_of_two_kept_updated_and_mended(proj
     assert moved.run("setup_env.sh") == "set-up: .venv is up to date\n"
 
 
-def test_what_a_killed_pip_has_left_is_not_built_on(project: Project) -> None:
-    killed = fake_python(project.root / ".venv" / "bin" / "python", "")
-    killed.write_text("#!/bin/sh\necho unpacking\nkill -9 $$\n")
+@pytest.mark.parametrize(("number", "code", "text"), [
+    (signal.SIGKILL, 1, "pip was killed (signal 9), perhaps because the memory ran out; the end of"),
+    (signal.SIGINT, 130, "set-up: interrupted; the next call begins anew\n"),
+])  # fmt: skip
+def test_what_a_pip_that_was_ended_has_left_is_not_built_on(
+    project: Project, number: signal.Signals, code: int, text: str
+) -> None:
+    ended = fake_python(project.root / ".venv" / "bin" / "python", "")
+    ended.write_text(f"#!/bin/sh\necho unpacking\nkill -{number.name[3:]} $$\n")
     program = 'source "$1/scripts/setup_env.sh"; install_packages run'
     done = subprocess.run(["bash", "-c", program, "bash", str(project.root)], env=project.environment, text=True,
                           capture_output=True)  # fmt: skip
-    assert done.returncode == 1 and "pip was killed (signal 9), perhaps because the memory ran out" in done.stderr
-    assert "  unpacking" in done.stderr.splitlines()
+    assert done.returncode == code and text in done.stderr
+    assert ("  unpacking" in done.stderr.splitlines()) == (code == 1)
     assert (project.root / ".venv" / ".setup-state").read_text() == "installing\n", "the next set-up begins anew"
 
 
