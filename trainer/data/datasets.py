@@ -30,6 +30,7 @@ from trainer.data.tokens.chat_template import load_chat_template, resolve_train_
 from trainer.data.tokens.token_file import Progress, TokenCache, TokenFile
 from trainer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
+from trainer.input_files import unwritable_reason
 from trainer.storage.cache_folder import user_cache
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ def open_token_files(
     """
     tokenizer = find_tokenizer(config, section)
     cache = find_cache(config, section)
+    _tell(_cache_notes(config, section), note)
     _check_vocabulary(config, f"the tokenizer has {tokenizer.vocab_size} tokens", tokenizer.vocab_size)
     sources = find_sources(config, section)
     opened = []
@@ -373,13 +375,36 @@ def _synthetic(config: Config, section: str) -> tuple[SequenceDataset, SequenceD
 
 
 def find_cache(config: Config, section: str) -> TokenCache:
-    """Returns the folder of token files; the default of eval_dataset is that of train_dataset."""
+    """Returns the folder of token files; the default of eval_dataset is that of train_dataset.
+
+    The default of both is in the user's cache, or in `output_dir` if the user's cache cannot be made.
+    """
     owner = TRAIN
     if getattr(config, section).cache_dir is not None:
         owner = section
     key = f"{owner}.cache_dir"
-    folder = getattr(config, owner).cache_dir or user_cache() / "tokens"
+    folder = getattr(config, owner).cache_dir
+    if folder is None:
+        folder = user_cache() / "tokens"
+        if _missing_cache_reason():
+            folder = Path(config.output_dir) / "tokens"
     return TokenCache(Path(os.path.expanduser(folder)), key, config.source.where(key))
+
+
+def _missing_cache_reason() -> str:
+    """Returns why the user's cache is not there and cannot be made; empty if it can be used."""
+    folder = user_cache() / "tokens"
+    if folder.is_dir():
+        return ""
+    return unwritable_reason(next(path for path in folder.absolute().parents if path.exists()))
+
+
+def _cache_notes(config: Config, section: str) -> list[str]:
+    """Returns a note if token files are not in the user's cache although no other folder is named."""
+    names_none = getattr(config, section).cache_dir is None and getattr(config, TRAIN).cache_dir is None
+    if names_none and (reason := _missing_cache_reason()):
+        return [f"token files are in {find_cache(config, section).path}: {user_cache()} cannot be made ({reason})"]
+    return []
 
 
 def find_tokenizer(config: Config, section: str) -> Tokenizer:

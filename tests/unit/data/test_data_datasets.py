@@ -148,6 +148,23 @@ def test_the_default_cache_is_in_the_home_folder(tmp_path, monkeypatch):
     assert (tmp_path / "home").exists()
 
 
+def test_without_a_home_folder_the_cache_is_in_the_output_folder(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("no folder")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = make_config(tmp_path, corpus_of(tmp_path), train={"cache_dir": None})
+    config = config.model_copy(update={"output_dir": str(tmp_path / "output")})
+    notes: list[str] = []
+    for _ in range(2):
+        build_datasets(config, note=notes.append)
+    cache = tmp_path / "home" / ".cache" / "run_trainer"
+    assert notes == [f"token files are in {tmp_path}/output/tokens: {cache} cannot be made (Permission denied)"] * 2
+    assert len(list((tmp_path / "output" / "tokens").glob("*/tokens.bin"))) == 1
+    named = make_config(tmp_path, corpus_of(tmp_path), train={"cache_dir": str(tmp_path / "mine")})
+    build_datasets(named, note=pytest.fail)
+    assert list((tmp_path / "mine").glob("*/tokens.bin"))
+
+
 def test_batch_size_of_an_evaluation(tmp_path):
     evaluation = {"data_loader": {"type": "SyntheticDataset", "num_samples": 7}}
     config = make_config(tmp_path, "x", eval_dataset=evaluation, runner_config={"batch_size": 3})

@@ -27,7 +27,7 @@ from trainer.parallel.world import SINGLE_PROCESS, World
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _REMOVE_ONE = "remove one of the two"
 _MODEL = "model.model_config"
-_ADDED_TO = ("checkpoints", "logs", "profile", "trackers", "metrics.jsonl", "samples.jsonl")
+_ADDED_TO = ("checkpoints", "logs", "profile", "tokens", "trackers", "metrics.jsonl", "samples.jsonl")
 """What a run adds to or writes into, in its output_dir; it replaces other files, also where they are links."""
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 

@@ -268,7 +268,8 @@ class DatasetConfig(Section):
         None, "eval_dataset: sequences of a batch. Default null: runner_config.batch_size.", ge=1, le=BATCH)
     max_batches: int = setting(0, "eval_dataset: micro-batches an evaluation reads. Default 0: all.", ge=0, le=COUNT)
     cache_dir: FilePath | None = setting(
-        None, "Folder of the token files that are built once. Default null: ~/.cache/run_trainer/tokens.")
+        None, "Folder of the token files that are built once. Default null: ~/.cache/run_trainer/tokens, or "
+        "output_dir/tokens if that cannot be made.")
 
     @property
     def has_weights(self) -> bool:
