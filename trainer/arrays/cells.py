@@ -192,55 +192,69 @@ class _PartCell(nn.Cell):
 
 @dataclass(frozen=True)
 class BlockPart:
-    """Both sublayers of a layer: x_ND -> x_ND."""
+    """Both sublayers of a layer, one after the other: x_ND -> x_ND."""
 
     attention: CpuAttention
     mlp: CpuMlp
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
         """Returns the residual stream after the layer."""
-        is_parallel = self.mlp.spec.is_parallel
-        first = SublayerCall(
-            call.weights, dropout=call.dropout, save=call.save, max_logits=call.max_logits,
-            compute_output=call.compute_output or not is_parallel,
-        )  # fmt: skip
+        first = _sublayer_call(call, compute_output=True, max_logits=call.max_logits)
         middle_ND = self.attention.forward(first, x_ND, positions).asnumpy()
-        second = SublayerCall(
-            call.weights, dropout=call.dropout, save=call.save, compute_output=call.compute_output
-        )
-        if is_parallel:
-            result = self.mlp.forward(second, x_ND, middle_ND)
-        else:
-            result = self.mlp.forward(second, middle_ND)
+        second = _sublayer_call(call, compute_output=call.compute_output)
+        result = self.mlp.forward(second, middle_ND)
         if call.save:
-            call.saved |= {"attention": first.saved, "mlp": second.saved}
-        if call.save and not is_parallel:
-            call.saved["middle"] = middle_ND
+            call.saved |= {"attention": first.saved, "mlp": second.saved, "middle": middle_ND}
         return result
 
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
     ) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights."""
-        trained = call.gradients.trained
-        part = SublayerCall(call.weights, dropout=call.dropout, saved=call.saved.pop("mlp"), trained=trained)
-        is_parallel = self.mlp.spec.is_parallel
-        if is_parallel:
-            of_mlp, mlp_gradients = self.mlp.backward(part, x_ND, grad_ND)
-        else:
-            of_mlp, mlp_gradients = self.mlp.backward(part, call.saved.pop("middle"), grad_ND)
-            grad_ND = of_mlp.asnumpy()
-        # The next call frees the arrays that the feed-forward sublayer has saved.
-        part = SublayerCall(
-            call.weights, dropout=call.dropout, saved=call.saved.pop("attention"), trained=trained,
-            input_gradient=call.input_gradient,
-        )  # fmt: skip
-        result, attention_gradients = self.attention.backward(part, x_ND, positions, grad_ND)
-        if is_parallel:
-            result.asnumpy()[...] += of_mlp.asnumpy()
-        for name in mlp_gradients.keys() & attention_gradients.keys():  # of the norm that both take
-            attention_gradients[name].asnumpy()[...] += mlp_gradients[name].asnumpy()
-        return result, mlp_gradients | attention_gradients
+        of_mlp, mlp_gradients = self.mlp.backward(_saved_call(call, "mlp"), call.saved.pop("middle"), grad_ND)
+        # The call of the feed-forward sublayer is gone, and with it the arrays that the sublayer has saved.
+        first = _saved_call(call, "attention", call.input_gradient)
+        result, gradients = self.attention.backward(first, x_ND, positions, of_mlp.asnumpy())
+        return result, mlp_gradients | gradients
+
+
+class ParallelBlockPart(BlockPart):
+    """Both sublayers of a layer side by side, each of x_ND."""
+
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
+        """Returns the residual stream after the layer."""
+        first = _sublayer_call(call, compute_output=call.compute_output, max_logits=call.max_logits)
+        stream_ND = self.attention.forward(first, x_ND, positions).asnumpy()
+        second = _sublayer_call(call, compute_output=call.compute_output)
+        result = self.mlp.forward(second, x_ND, stream_ND)
+        if call.save:
+            call.saved |= {"attention": first.saved, "mlp": second.saved}
+        return result
+
+    def backward(
+        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
+    ) -> tuple[Tensor, Gradients]:
+        """Returns the gradients of x and of the trained weights."""
+        of_mlp, mlp_gradients = self.mlp.backward(_saved_call(call, "mlp"), x_ND, grad_ND)
+        first = _saved_call(call, "attention", call.input_gradient)
+        result, gradients = self.attention.backward(first, x_ND, positions, grad_ND)
+        result.asnumpy()[...] += of_mlp.asnumpy()
+        for name in mlp_gradients.keys() & gradients.keys():  # of the norm that both take
+            gradients[name].asnumpy()[...] += mlp_gradients[name].asnumpy()
+        return result, mlp_gradients | gradients
+
+
+def _sublayer_call(call: SublayerCall, **options: Any) -> SublayerCall:
+    """Returns the forward call of a sublayer of a layer."""
+    return SublayerCall(call.weights, dropout=call.dropout, save=call.save, **options)
+
+
+def _saved_call(call: SublayerCall, sublayer: str, input_gradient: bool = True) -> SublayerCall:
+    """Returns the backward call of a sublayer, to which it gives the arrays that this one saved."""
+    return SublayerCall(
+        call.weights, dropout=call.dropout, saved=call.saved.pop(sublayer), trained=call.gradients.trained,
+        input_gradient=input_gradient,
+    )  # fmt: skip
 
 
 class ExpertsPart:

@@ -151,21 +151,24 @@ class NumpyOperators:
         np.multiply(grad, work, out=up)
 
     def attend(
-        self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, sinks: np.ndarray | None,
-        out: np.ndarray,
+        self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None,
+        sinks: np.ndarray | None, out: np.ndarray,
     ) -> None:  # fmt: skip
-        """Writes softmax(q k^T + mask) v to `out` [B, K, R, v], for R queries of each head of each sequence.
+        """Writes softmax(scores + mask) v to `out` [B, K, R, v], for R queries of each head of each sequence.
 
         Args:
             q: [B, K, R, d], contiguous as `out`.
             keys, values: [B, K, S, d] and [B, K, S, v].
             mask: [B, 1, R, S].
+            cap: The cap of the scores q k^T.
             sinks: [K, R], contiguous: scores that take part in the softmax and have no value.
         """
         scores = q @ keys.swapaxes(-1, -2)
+        if cap is not None:
+            soft_cap(scores, cap)
         if mask is not None:
             scores += mask
-        np.matmul(softmax_with_sinks(scores, sinks), values, out=out)
+        np.matmul(_softmax_with_sinks(scores, sinks), values, out=out)
 
     def rotate_halves(self, x: np.ndarray, rotation: np.ndarray) -> None:
         """Rotates numbers i and i + d / 2 in the rows of [n, heads, d] by rotations cos + i sin, [n, 1, d / 2]."""
@@ -269,7 +272,7 @@ def _gelu_inner(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return divisor * x, divisor, square
 
 
-def softmax_with_sinks(scores: np.ndarray, sinks: np.ndarray | None) -> np.ndarray:
+def _softmax_with_sinks(scores: np.ndarray, sinks: np.ndarray | None) -> np.ndarray:
     """Replaces scores [..., R, S] by their softmax, in which the sinks [..., R] take part, and returns it."""
     largest = scores.max(-1, keepdims=True)
     if sinks is not None:
@@ -281,3 +284,13 @@ def softmax_with_sinks(scores: np.ndarray, sinks: np.ndarray | None) -> np.ndarr
         total += np.exp(sinks[..., None] - largest)
     scores /= total
     return scores
+
+
+def soft_cap(x: np.ndarray, cap: float, slope: np.ndarray | None = None) -> None:
+    """Replaces x by cap * tanh(x / cap); writes the derivative, 1 - tanh(x / cap)^2, to `slope`."""
+    x /= np.float32(cap)
+    np.tanh(x, out=x)
+    if slope is not None:
+        np.multiply(x, x, out=slope)
+        np.subtract(np.float32(1), slope, out=slope)
+    x *= np.float32(cap)

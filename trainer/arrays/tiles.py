@@ -387,13 +387,3 @@ def clamped_swiglu_gradient(
     np.multiply(grad_nF, up * slope * is_open, out=gate_nF)
     is_open = np.abs(up_nF) <= limit
     np.multiply(grad_nF, gate * sigmoid * is_open, out=up_nF)
-
-
-def soft_cap(x: np.ndarray, cap: float, slope: np.ndarray | None = None) -> None:
-    """Replaces x by cap * tanh(x / cap); writes the derivative, 1 - tanh(x / cap)^2, to `slope`."""
-    x /= np.float32(cap)
-    np.tanh(x, out=x)
-    if slope is not None:
-        np.multiply(x, x, out=slope)
-        np.subtract(np.float32(1), slope, out=slope)
-    x *= np.float32(cap)

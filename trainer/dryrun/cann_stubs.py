@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from trainer.errors import RunError, UserError
-from trainer.storage.cache_folder import user_cache
+from trainer.storage.cache_folder import build_once, user_cache
 
 SOURCES = Path(__file__).resolve().parent / "native"
 LIBRARY = "libascend_stand_ins.so"
@@ -55,21 +54,10 @@ def build_cann_stubs(cache: Path | None = None) -> Path:
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())
     folder = cache / f"ascend-{digest.hexdigest()[:16]}"
-    if folder.is_dir():
-        return folder / _TOOLKIT
     missing = missing_compiler()
-    if missing:
+    if missing and not folder.is_dir():
         raise UserError(missing, key="--dryrun", fix="install it, for example with apt-get install g++")
-    cache.mkdir(parents=True, exist_ok=True)
-    # Two processes may build at once: each builds in its own folder, and the first to finish renames it.
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as name:
-        building = Path(name) / "ascend"
-        _build(building / _TOOLKIT)
-        try:
-            building.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
+    build_once(folder, lambda path: _build(path / _TOOLKIT))
     return folder / _TOOLKIT
 
 

@@ -18,7 +18,7 @@ from mindspore import Tensor
 from trainer.arrays.attention.cache import KVCache, cached_bias
 from trainer.arrays.attention.context import ContextParallel
 from trainer.arrays.attention.sublayer import CpuAttention
-from trainer.arrays.cells import BlockPart, ExpertsPart, PartWeights, keep_sharding, run_part
+from trainer.arrays.cells import BlockPart, ExpertsPart, ParallelBlockPart, PartWeights, keep_sharding, run_part
 from trainer.arrays.memory import host_array, host_threads, row_blocks
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import TokenSharingGroup
@@ -273,7 +273,10 @@ class ArrayParts:
                 attention = self.attention_of(spec.attention)
                 part: DecoderPart = attention
                 if name == "block" and isinstance(spec.mlp, MlpSpec):
-                    part = BlockPart(attention, self.dense_mlp_of(spec.mlp))
+                    make: type[BlockPart] = BlockPart
+                    if spec.mlp.is_parallel:
+                        make = ParallelBlockPart
+                    part = make(attention, self.dense_mlp_of(spec.mlp))
                 inputs: tuple[Tensor, ...] = (x_ND,)
                 constants: tuple = (call.inputs.positions,)
                 if number == self.first_reached < self.spec.num_layers:  # nothing before it is trained

@@ -37,7 +37,9 @@ def _compiled(flags: tuple[str, ...] | None) -> NumpyOperators | None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             command = [*find_compiler(), *build.FLAGS, *flags]
-            rowwise = ctypes.CDLL(str(build.compile_library(Path(folder) / "rowwise.so", command)))
+            path = Path(folder) / "rowwise.so"
+            build.compile_library(path, command)
+            rowwise = ctypes.CDLL(str(path))
     return CompiledOperators(onednn, rowwise)
 
 
@@ -150,13 +152,18 @@ def test_rotation_of_halves(run: NumpyOperators) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_attention_of_few_queries(run: NumpyOperators, rows: int, masked: bool, has_sinks: bool) -> None:
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_attention_of_few_queries(
+    run: NumpyOperators, rows: int, masked: bool, has_sinks: bool, cap: float | None
+) -> None:
     sequences, heads, cached, size, value_size = 2, 3, 37, 20, 19
     q = numbers(sequences, heads, rows, size)
     keys = numbers(sequences, heads, cached + 4, size)[:, :, :cached]
     values = numbers(sequences, heads, cached + 4, value_size)[:, :, :cached]
     mask, sinks = None, None
     scores = q.astype(np.float64) @ keys.swapaxes(-1, -2)
+    if cap is not None:
+        scores = cap * np.tanh(scores / cap)
     if masked:
         mask = np.where(RANDOM.random((sequences, 1, rows, cached)) < 0.5, 0, np.float32(-1e9)).astype(np.float32)
         mask[..., 0] = 0
@@ -167,7 +174,7 @@ def test_attention_of_few_queries(run: NumpyOperators, rows: int, masked: bool, 
         total += np.exp(sinks.astype(np.float64))[..., None]
     right = np.exp(scores) / total @ values.astype(np.float64)
     out = np.empty((sequences, heads, rows, value_size), np.float32)
-    run.attend(q, keys, values, mask, sinks, out)
+    run.attend(q, keys, values, mask, cap, sinks, out)
     # An error of a score is one of its exponential; the sums of a row's weights and values have their own.
     largest = np.abs(q).max() * np.abs(keys).max() * size
     limit = rounding_limit(size, scale=largest) + rounding_limit(2 * cached)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import row_blocks, to_bfloat16_if_needed
+from trainer.arrays.numpy_operators import soft_cap
 from trainer.arrays.operators import operators
-from trainer.arrays.tiles import soft_cap
 
 if TYPE_CHECKING:
     from trainer.arrays.attention.positions import QueryBlock, SequenceBlocks
@@ -96,7 +96,7 @@ class BlockAttention:
             self._keys(array, sequence.keys, heads, size)[...] = 0
         if not sequence.blocks:
             return
-        longest = max(sequence.blocks, key=_scores_of)
+        longest = max(sequence.blocks, key=self._scores)
         wide_buffers, narrow_buffers = self._score_buffers(longest, heads, q_NC.dtype, tile, 2)
         slope_buffer = None
         if self.cap is not None:
@@ -114,14 +114,14 @@ class BlockAttention:
                 group_mask = None
                 if mask is not None:
                     group_mask = mask[:, group]
-                cap = None
-                if self.cap is not None and slope_buffer is not None:
-                    cap = self.cap, _view(slope_buffer, *shape)
+                slope = None
+                if slope_buffer is not None:
+                    slope = _view(slope_buffer, *shape)[..., : k.shape[1]]
                 sink = None
                 if sinks_KG is not None:
                     sink = sinks_KG[heads, group]
                 grad_sink = _block_gradients(
-                    block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, group_mask, cap, sink
+                    block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, group_mask, self.cap, slope, sink
                 )
                 if grad_sinks_KG is not None:
                     grad_sinks_KG[heads, group] += grad_sink
@@ -140,8 +140,13 @@ class BlockAttention:
 
     def _head_blocks(self, blocks: Iterable[QueryBlock], max_heads: int) -> Iterator[slice]:
         """Yields blocks of at most `max_heads` key/value heads, whose scores of any query block fit in the cache."""
-        scores = max((_scores_of(block) for block in blocks), default=1)
+        scores = max(map(self._scores, blocks), default=1)
         return row_blocks(slice(0, self.kv_heads), min(max(1, _SCORES // (2 * scores)), max_heads))
+
+    def _scores(self, block: QueryBlock) -> int:
+        """Counts the scores of one head, with those of sinks."""
+        keys = block.keys.stop - block.keys.start
+        return (block.queries.stop - block.queries.start) * (keys + self.extra_keys)
 
     def _score_buffers(
         self, block: QueryBlock, heads: slice, dtype: type, tile: Tile, number: int
@@ -150,8 +155,7 @@ class BlockAttention:
 
         The second list is empty if `dtype` is float32.
         """
-        queries = block.queries.stop - block.queries.start
-        size = (heads.stop - heads.start) * (_scores_of(block) + queries * self.extra_keys)
+        size = (heads.stop - heads.start) * self._scores(block)
         wide = [tile.take_array(size) for _ in range(number)]
         if dtype == np.float32:
             return wide, []
@@ -184,12 +188,13 @@ class BlockAttention:
 def _block_gradients(
     block: QueryBlock, q: np.ndarray, k: np.ndarray, v: np.ndarray, grad: np.ndarray, grad_q: np.ndarray,
     grad_k: np.ndarray, grad_v: np.ndarray, buffers: Sequence[np.ndarray], mask: np.ndarray | None,
-    cap: tuple[float, np.ndarray] | None, sink_h: np.ndarray | None,
+    cap: float | None, slope: np.ndarray | None, sink_h: np.ndarray | None,
 ) -> np.ndarray | None:  # fmt: skip
     """Writes the gradients of the queries of a block; adds those of its keys and values to `grad_k` and `grad_v`.
 
     Args:
-        cap: The cap of the scores, and an array for its slope.
+        cap: The cap of the scores.
+        slope: With a cap, takes its slope.
         sink_h: The sinks of the heads.
 
     Returns:
@@ -200,10 +205,7 @@ def _block_gradients(
     factor, grad_factor = narrow or (probabilities, grad_scores)
     run = operators()
     keys = k.shape[1]
-    if cap is None:
-        _masked_scores(q, k, block, probabilities[..., :keys])
-    else:
-        _masked_scores(q, k, block, probabilities[..., :keys], cap[0], cap[1][..., :keys])
+    _masked_scores(q, k, block, probabilities[..., :keys], cap, slope)
     if sink_h is not None:
         probabilities[..., keys] = sink_h[:, None]
         grad_scores[..., keys] = 0
@@ -219,14 +221,14 @@ def _block_gradients(
     to_bfloat16_if_needed(kept, factor)
     run.matmul(factor.swapaxes(1, 2), grad, grad_v, True)
     grad_sink_h = None
-    if cap is None and sink_h is None:
+    if slope is None and sink_h is None:
         run.softmax_gradient(probabilities, grad_scores, grad_factor)
     else:
         run.softmax_gradient(probabilities, grad_scores, grad_scores)
         if sink_h is not None:
             grad_sink_h = grad_scores[..., keys].sum(1)
-        if cap is not None:
-            grad_scores[..., :keys] *= cap[1][..., :keys]
+        if slope is not None:
+            grad_scores[..., :keys] *= slope
         to_bfloat16_if_needed(grad_scores, grad_factor)
     grad_factor = grad_factor[..., :keys]
     run.matmul(grad_factor, k, grad_q)
@@ -247,11 +249,6 @@ def _masked_scores(
         soft_cap(out, cap, slope)
     if block.bias_QM.size:
         out[..., block.masked :] += block.bias_QM
-
-
-def _scores_of(block: QueryBlock) -> int:
-    """Counts the scores of one head."""
-    return (block.queries.stop - block.queries.start) * (block.keys.stop - block.keys.start)
 
 
 def _view(buffer: np.ndarray, *shape: int) -> np.ndarray:

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.arrays.memory import host_threads
-from trainer.arrays.numpy_operators import softmax_with_sinks
 from trainer.arrays.operators import operators
-from trainer.arrays.tiles import soft_cap
 from trainer.models.spec.visibility import attention_bias
 
 _SHARED_WORK = 1 << 22  # multiplications from which threads share the attention of a layer
@@ -94,7 +92,7 @@ def attend_cached(
     out = np.empty((*q.shape[:3], values.shape[-1]), np.float32)
     threads = host_threads()
     if threads.threads == 1 or q.size * cached < _SHARED_WORK:
-        _attend(q, keys, values, mask, cap, sinks, out)
+        operators().attend(q, keys, values, mask, cap, sinks, out)
     else:
 
         def attend_one(place: tuple[int, ...], thread: int) -> None:
@@ -106,22 +104,8 @@ def attend_cached(
             head_sinks = None
             if sinks is not None:
                 head_sinks = sinks[one[1]]
-            _attend(q[one], keys[one], values[one], sequence_mask, cap, head_sinks, out[one])
+            operators().attend(q[one], keys[one], values[one], sequence_mask, cap, head_sinks, out[one])
 
         threads.run(np.ndindex(rows, kv_heads), attend_one)
     out = out.reshape(rows, kv_heads, queries, -1).transpose(0, 2, 1, 3)
     return out.reshape(rows * queries, -1)
-
-
-def _attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None,
-    sinks: np.ndarray | None, out: np.ndarray,
-) -> None:  # fmt: skip
-    if cap is None:
-        operators().attend(q, keys, values, mask, sinks, out)
-        return
-    scores = q @ keys.swapaxes(-1, -2)
-    soft_cap(scores, cap)
-    if mask is not None:
-        scores += mask
-    np.matmul(softmax_with_sinks(scores, sinks), values, out=out)

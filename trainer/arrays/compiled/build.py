@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.ops.host_library import has_avx2, has_avx512
-from trainer.storage.cache_folder import user_cache
+from trainer.storage.cache_folder import build_once, user_cache
 from trainer.storage.compiler import find_compiler
 
 SOURCE = Path(__file__).with_name("rowwise.c")
@@ -65,24 +65,20 @@ def _load_or_build(name: str, command: list[str]) -> ctypes.CDLL:
         RuntimeError: The compiler fails.
         subprocess.SubprocessError: The compiler does not end.
     """
+    target = user_cache() / name
     try:
-        folder = user_cache()
-        if (folder / name).is_file():
-            return ctypes.CDLL(str(folder / name))
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as building:
-            built = compile_library(Path(building) / name, command)
-            # Several processes may build at once; each puts its complete file in the same place.
-            built.replace(folder / name)
-            return ctypes.CDLL(str(folder / name))
+        build_once(target, lambda path: compile_library(path, command))
+        return ctypes.CDLL(str(target))
     except (OSError, RuntimeError):
         # There is no home, or it cannot be written: the library lives as long as the process.
         with tempfile.TemporaryDirectory(prefix="rowwise-") as building:
-            return ctypes.CDLL(str(compile_library(Path(building) / name, command)))
+            target = Path(building) / name
+            compile_library(target, command)
+            return ctypes.CDLL(str(target))
 
 
-def compile_library(path: Path, command: list[str]) -> Path:
-    """Compiles the library to `path`, and returns it.
+def compile_library(path: Path, command: list[str]) -> None:
+    """Compiles the library to `path`.
 
     Raises:
         RuntimeError: The compiler fails.
@@ -94,4 +90,3 @@ def compile_library(path: Path, command: list[str]) -> Path:
     if result.returncode:
         lines = result.stderr.splitlines() or [f"exit code {result.returncode}"]
         raise RuntimeError(next((line for line in lines if "error" in line), lines[0]))
-    return path

@@ -113,11 +113,11 @@ class CompiledOperators(OneDnnOperators):
         )  # fmt: skip
 
     def attend(
-        self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, sinks: np.ndarray | None,
-        out: np.ndarray,
+        self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None,
+        sinks: np.ndarray | None, out: np.ndarray,
     ) -> None:  # fmt: skip
-        if q.shape[-2] > _FEW_QUERIES:
-            super().attend(q, keys, values, mask, sinks, out)
+        if q.shape[-2] > _FEW_QUERIES or cap is not None:
+            super().attend(q, keys, values, mask, cap, sinks, out)
             return
         at_mask = None
         mask_steps = (0, 0)

@@ -265,36 +265,33 @@ EXPORT void gated_gradient(float *gate, float *up, const float *grad, float *res
     else gated_gradient_kind(gate, up, grad, result, size, 0);
 }
 
-/* Multiplies the pairs of each head, as complex numbers, by the rotations of its row. Steps are in numbers. */
-EXPORT void rotate(float *x, const float *rotation, long rows, long heads, long pairs, long step, long head_step,
-                   long rotation_step) {
+/* Rotates the pairs of each head by the rotations of its row; `next` is the distance of pairs, `apart` that of the
+   numbers of a pair. Steps are in numbers. */
+INLINE void rotate_pairs(float *x, const float *rotation, long rows, long heads, long pairs, long next, long apart,
+                         long step, long head_step, long rotation_step) {
     for (long row = 0; row < rows; row++, x += step, rotation += rotation_step) {
         for (long head = 0; head < heads; head++) {
-            float *numbers = x + head * head_step;
+            float *first = x + head * head_step, *second = first + apart;
             for (long pair = 0; pair < pairs; pair++) {
-                float real = numbers[2 * pair], imaginary = numbers[2 * pair + 1];
                 float cosine = rotation[2 * pair], sine = rotation[2 * pair + 1];
-                numbers[2 * pair] = real * cosine - imaginary * sine;
-                numbers[2 * pair + 1] = real * sine + imaginary * cosine;
+                float one = first[next * pair], two = second[next * pair];
+                first[next * pair] = one * cosine - two * sine;
+                second[next * pair] = one * sine + two * cosine;
             }
         }
     }
 }
 
-/* Rotates numbers i and i + half of each head by the rotations of its row. */
+/* Pairs are neighbours. */
+EXPORT void rotate(float *x, const float *rotation, long rows, long heads, long pairs, long step, long head_step,
+                   long rotation_step) {
+    rotate_pairs(x, rotation, rows, heads, pairs, 2, 1, step, head_step, rotation_step);
+}
+
+/* Pairs are numbers i and i + half. */
 EXPORT void rotate_halves(float *x, const float *rotation, long rows, long heads, long half, long step, long head_step,
                           long rotation_step) {
-    for (long row = 0; row < rows; row++, x += step, rotation += rotation_step) {
-        for (long head = 0; head < heads; head++) {
-            float *first = x + head * head_step, *second = first + half;
-            for (long i = 0; i < half; i++) {
-                float cosine = rotation[2 * i], sine = rotation[2 * i + 1];
-                float one = first[i], two = second[i];
-                first[i] = one * cosine - two * sine;
-                second[i] = two * cosine + one * sine;
-            }
-        }
-    }
+    rotate_pairs(x, rotation, rows, heads, half, 1, half, step, head_step, rotation_step);
 }
 
 INLINE float dot(const float *x, const float *y, long size) {

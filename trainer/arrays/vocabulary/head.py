@@ -25,10 +25,11 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
+from trainer.arrays.numpy_operators import soft_cap
 from trainer.arrays.operators import operators
 from trainer.arrays.stored import StoredMatrix, rows_of
 from trainer.arrays.sublayer import CpuLinear
-from trainer.arrays.tiles import CpuRmsNorm, shared_product, soft_cap
+from trainer.arrays.tiles import CpuRmsNorm, shared_product
 from trainer.arrays.vocabulary.head_adapter import LORA_A, LORA_B, HeadAdapter
 from trainer.models.spec.names import norm_bias
 from trainer.models.spec.saved import HEAD_ROWS, logit_rows
