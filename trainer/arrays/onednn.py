@@ -253,10 +253,7 @@ class OneDnnOperators(NumpyOperators):
         if array.strides[-1] != array.itemsize and array.shape[-1] > 1:
             return self._widened(place, array.swapaxes(-1, -2)).swapaxes(-1, -2)
         wide = self._wide(place, array)
-        if array.dtype == BFLOAT16:
-            np.left_shift(array, 16, out=wide.view(np.uint32), dtype=np.uint32)
-        else:
-            wide[...] = array
+        self.cast(array, wide)
         return wide
 
     def _sum(self) -> ctypes.c_void_p:

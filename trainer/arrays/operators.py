@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from trainer.arrays.compiled.build import find_rowwise
+from trainer.arrays.compiled.build import find_library
 from trainer.arrays.compiled.operators import CompiledOperators
 from trainer.arrays.numpy_operators import NUMPY_OPERATORS, NumpyOperators
 from trainer.arrays.onednn import OneDnnOperators
@@ -26,7 +26,7 @@ def _make_operators() -> NumpyOperators:
     if onednn is None:
         return NUMPY_OPERATORS
     with _ONE_COMPILES:
-        rowwise = find_rowwise().library
-    if rowwise is None:
+        compiled = find_library().library
+    if compiled is None:
         return OneDnnOperators(onednn)
-    return CompiledOperators(onednn, rowwise)
+    return CompiledOperators(onednn, compiled)

@@ -143,30 +143,20 @@ def shared_product(
     x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarray, accumulate: bool = False
 ) -> None:
     """Writes x W^T to `out_nO`, or with `accumulate` adds it; threads share the columns of a large result."""
-    size = len(weight_OI)
     threads = host_threads()
-    if threads.threads == 1 or (x_nI.size * size < _SHARED_WORK and weight_OI.size < _SHARED_MATRIX):
-        _few_rows_product(x_nI, weight_OI, out_nO, accumulate)
+    free = threads.free()
+    run = operators()
+    size = len(weight_OI)
+    is_small = x_nI.size * size < _SHARED_WORK and weight_OI.size < _SHARED_MATRIX
+    if free == 1 or is_small or run.shares(x_nI):
+        run.few_rows_product(x_nI, weight_OI, out_nO, accumulate, free)
         return
 
     def multiply(columns: slice, thread: int) -> None:
-        _few_rows_product(x_nI, weight_OI[columns], out_nO[:, columns], accumulate)
+        operators().few_rows_product(x_nI, weight_OI[columns], out_nO[:, columns], accumulate)
 
     width = -(-size // (threads.threads * _SHARED_COLUMNS)) * _SHARED_COLUMNS
     threads.run((slice(first, first + width) for first in range(0, size, width)), multiply)
-
-
-def _few_rows_product(x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarray, accumulate: bool) -> None:
-    """Writes x W^T to `out_nO`, or with `accumulate` adds it.
-
-    NumPy's library takes half of oneDNN's time for one row, but twice its time for eight rows.
-    """
-    if len(x_nI) > 1 or x_nI.dtype != np.float32:
-        operators().matmul(x_nI, weight_OI.T, out_nO, accumulate)
-    elif accumulate:
-        out_nO += np.matmul(x_nI, weight_OI.T)
-    else:
-        np.matmul(x_nI, weight_OI.T, out=out_nO)
 
 
 class CpuRmsNorm:

@@ -87,6 +87,12 @@ class HostThreads:
         self.at_work = threading.local()  # whether a thread is inside `run`
         threadpoolctl.threadpool_limits(1, user_api="blas")
 
+    def free(self) -> int:
+        """Returns how many threads the caller may use: 1 inside `run`, where the others are busy."""
+        if getattr(self.at_work, "number", None) is None:
+            return self.threads
+        return 1
+
     def run(self, items: Iterable[Item], function: Callable[[Item, int], None]) -> None:
         """Calls function(item, number of the thread) for every item; items may run at the same time.
 

@@ -19,7 +19,7 @@ from numpy_kernels import distance
 from tolerances import SUBNORMAL, rounding_limit
 
 from trainer.arrays import onednn, operators
-from trainer.arrays.compiled.build import find_rowwise
+from trainer.arrays.compiled.build import find_library
 from trainer.arrays.compiled.operators import CompiledOperators
 from trainer.arrays.numpy_operators import NUMPY_OPERATORS, NumpyOperators
 from trainer.ops import host_library
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy tells
 LIBRARY = host_library.library()
 SIZES = (1, 3, 17)
 RANDOM = np.random.default_rng(7)
-ROWWISE = find_rowwise().library
+COMPILED = find_library().library
 RUNS: list[NumpyOperators] = [NUMPY_OPERATORS]
 if LIBRARY:
     RUNS.append(onednn.OneDnnOperators(LIBRARY))
-if LIBRARY and ROWWISE:
-    RUNS.append(CompiledOperators(LIBRARY, ROWWISE))
+if LIBRARY and COMPILED:
+    RUNS.append(CompiledOperators(LIBRARY, COMPILED))
 EACH = pytest.mark.parametrize("run", RUNS, ids=lambda run: type(run).__name__)
 
 

@@ -91,8 +91,9 @@ def attend_cached(
         sinks = np.tile(sinks_H.reshape(kv_heads, -1), queries)
     out = np.empty((*q.shape[:3], values.shape[-1]), np.float32)
     threads = host_threads()
-    if threads.threads == 1 or q.size * cached < _SHARED_WORK:
-        operators().attend(q, keys, values, mask, cap, sinks, out)
+    run = operators()
+    if (run.shares(q) and cap is None) or threads.free() == 1 or q.size * cached < _SHARED_WORK:
+        run.attend(q, keys, values, mask, cap, sinks, out, threads.free())
     else:
 
         def attend_one(place: tuple[int, ...], thread: int) -> None:

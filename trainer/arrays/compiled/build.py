@@ -1,4 +1,4 @@
-"""Compiles `rowwise.c` for this processor, once for each version of it, and loads the library."""
+"""Compiles the C files of this folder for this processor, once for each version of it, and loads the library."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from trainer.ops.host_library import has_avx2, has_avx512
 from trainer.storage.cache_folder import build_once, user_cache
 from trainer.storage.compiler import find_compiler
 
-SOURCE = Path(__file__).with_name("rowwise.c")
-FLAGS = ("-O3", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("rowwise.c", "prediction.c"))
+FLAGS = ("-O3", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512")
 AVX2 = ("-mavx2", "-mfma")
 _TIMEOUT_SECONDS = 60
 
 
-class Rowwise(NamedTuple):
+class CompiledLibrary(NamedTuple):
     """The library, or None and the reason why there is none."""
 
     library: ctypes.CDLL | None
@@ -30,22 +31,23 @@ class Rowwise(NamedTuple):
 
 
 @functools.cache
-def find_rowwise() -> Rowwise:
+def find_library() -> CompiledLibrary:
     """Loads the library, and compiles it first where the user's cache lacks it, in a second.
 
     Without a compiler, or if it fails, NumPy and oneDNN compute the same functions more slowly.
     """
     compiler = find_compiler()
     if not compiler:
-        return Rowwise(None, "there is no C compiler")
+        return CompiledLibrary(None, "there is no C compiler")
     flags = (*FLAGS, *_instructions())
     digest = hashlib.sha256(" ".join((*compiler, *flags, platform.machine())).encode())
-    digest.update(SOURCE.read_bytes())
-    name = f"rowwise-{digest.hexdigest()[:16]}.so"
+    for path in (*SOURCES, FOLDER / "vectors.h"):
+        digest.update(path.read_bytes())
+    name = f"functions-{digest.hexdigest()[:16]}.so"
     try:
-        return Rowwise(_load_or_build(name, [*compiler, *flags]), f"compiled with {compiler[0]}")
+        return CompiledLibrary(_load_or_build(name, [*compiler, *flags]), f"compiled with {compiler[0]}")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return Rowwise(None, f"{compiler[0]} cannot compile {SOURCE.name}: {error}")
+        return CompiledLibrary(None, f"{compiler[0]} cannot compile the functions of {FOLDER.name}: {error}")
 
 
 def _instructions() -> tuple[str, ...]:
@@ -71,7 +73,7 @@ def _load_or_build(name: str, command: list[str]) -> ctypes.CDLL:
         return ctypes.CDLL(str(target))
     except (OSError, RuntimeError):
         # There is no home, or it cannot be written: the library lives as long as the process.
-        with tempfile.TemporaryDirectory(prefix="rowwise-") as building:
+        with tempfile.TemporaryDirectory(prefix="functions-") as building:
             target = Path(building) / name
             compile_library(target, command)
             return ctypes.CDLL(str(target))
@@ -83,7 +85,7 @@ def compile_library(path: Path, command: list[str]) -> None:
     Raises:
         RuntimeError: The compiler fails.
     """
-    arguments = [*command, "-o", str(path), str(SOURCE), "-lm"]
+    arguments = [*command, "-o", str(path), *map(str, SOURCES), "-lm"]
     result = subprocess.run(
         arguments, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT_SECONDS
     )

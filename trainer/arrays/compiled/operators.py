@@ -1,4 +1,5 @@
-"""Operators whose functions of rows are compiled for this processor (`rowwise.c`); oneDNN computes the products.
+"""Operators that are compiled for this processor: functions of rows (`rowwise.c`), and what a prediction computes for
+few tokens (`prediction.c`). oneDNN computes the other products.
 
 Where an array is not contiguous as a function needs it, oneDNN or NumPy computes it.
 """
@@ -27,46 +28,55 @@ _SIGNATURES = {
     "rotate": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6),
     "rotate_halves": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6),
     "attend": (_ADDRESS,) * 8,
+    "few_rows_product": (_ADDRESS,) * 4,
     "adamw": (*(_ADDRESS,) * 4, _SIZE, _ADDRESS),
     "to_bfloat16": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE),
     "to_float32": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE),
 }
 
-_FEW_QUERIES = 16  # of a head: more are products, which oneDNN computes faster
+_FEW_ROWS = 16  # of a product or of a head's queries: with more, oneDNN is faster
 
 
 class CompiledOperators(OneDnnOperators):
-    """Functions of rows in the library of `trainer.arrays.compiled.build`."""
+    """Functions in the library of `trainer.arrays.compiled.build`."""
 
-    def __init__(self, onednn: ctypes.CDLL, rowwise: ctypes.CDLL) -> None:
+    def __init__(self, onednn: ctypes.CDLL, compiled: ctypes.CDLL) -> None:
         super().__init__(onednn)
-        self.rowwise = rowwise
+        self.compiled = compiled
         for name, arguments in _SIGNATURES.items():
-            function = getattr(rowwise, name)
+            function = getattr(compiled, name)
             function.argtypes = arguments
             function.restype = None
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         if _are_contiguous(x, out):
-            self.rowwise.softmax(address(x), address(out), x.size // x.shape[-1], x.shape[-1])
+            self.compiled.softmax(address(x), address(out), x.size // x.shape[-1], x.shape[-1])
+        elif out.dtype == BFLOAT16 and not self.has_avx512:
+            wide = self._wide(2, out)
+            self.softmax(x, wide)
+            self.cast(wide, out)
         else:
             super().softmax(x, out)
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
         if _are_contiguous(y, grad, out):
             size = y.shape[-1]
-            self.rowwise.softmax_gradient(address(y), address(grad), address(out), y.size // size, size)
+            self.compiled.softmax_gradient(address(y), address(grad), address(out), y.size // size, size)
+        elif out.dtype == BFLOAT16 and not self.has_avx512:
+            wide = self._wide(2, out)
+            self.softmax_gradient(y, grad, wide)
+            self.cast(wide, out)
         else:
             super().softmax_gradient(y, grad, out)
 
     def rms_scales(self, x: np.ndarray, eps: np.float32) -> np.ndarray:
         scale = np.empty(len(x), np.float32)
-        self.rowwise.rms_scales(address(x), address(scale), *x.shape, _row_step(x), eps)
+        self.compiled.rms_scales(address(x), address(scale), *x.shape, _row_step(x), eps)
         return scale
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, scale: np.ndarray, out: np.ndarray) -> None:
         scale = np.ascontiguousarray(scale)
-        self.rowwise.rms_norm(
+        self.compiled.rms_norm(
             address(x), address(weight), address(scale), address(out), *x.shape, _row_step(x), _row_step(out)
         )
 
@@ -75,7 +85,7 @@ class CompiledOperators(OneDnnOperators):
     ) -> np.ndarray:
         scale = np.ascontiguousarray(scale)
         weight_grad = np.zeros(x.shape[1], np.float32)
-        self.rowwise.rms_norm_gradient(
+        self.compiled.rms_norm_gradient(
             address(x), address(weight), address(scale), address(grad), address(weight_grad), *x.shape, _row_step(x),
             _row_step(grad),
         )  # fmt: skip
@@ -83,7 +93,7 @@ class CompiledOperators(OneDnnOperators):
 
     def gated(self, gate: np.ndarray, up: np.ndarray, out: np.ndarray, activation: Activation = "silu") -> None:
         if _are_contiguous(gate, up, out):
-            self.rowwise.gated(address(gate), address(up), address(out), gate.size, activation == "gelu")
+            self.compiled.gated(address(gate), address(up), address(out), gate.size, activation == "gelu")
         else:
             super().gated(gate, up, out, activation)
 
@@ -94,15 +104,15 @@ class CompiledOperators(OneDnnOperators):
         at_result = None
         if result is not None:
             at_result = address(result)
-        self.rowwise.gated_gradient(
+        self.compiled.gated_gradient(
             address(gate), address(up), address(grad), at_result, gate.size, activation == "gelu"
         )
 
     def rotate(self, x: np.ndarray, rotation: np.ndarray) -> None:
-        self._rotate(self.rowwise.rotate, x, rotation)
+        self._rotate(self.compiled.rotate, x, rotation)
 
     def rotate_halves(self, x: np.ndarray, rotation: np.ndarray) -> None:
-        self._rotate(self.rowwise.rotate_halves, x, rotation)
+        self._rotate(self.compiled.rotate_halves, x, rotation)
 
     @staticmethod
     def _rotate(function: Callable[..., None], x: np.ndarray, rotation: np.ndarray) -> None:
@@ -112,12 +122,33 @@ class CompiledOperators(OneDnnOperators):
             x.strides[1] // x.itemsize, rotation.strides[0] // x.itemsize,
         )  # fmt: skip
 
+    def shares(self, x: np.ndarray) -> bool:
+        """Says so for what `prediction.c` computes."""
+        return x.shape[-2] <= _FEW_ROWS and x.dtype == np.float32
+
+    def few_rows_product(
+        self, x: np.ndarray, weight: np.ndarray, out: np.ndarray, accumulate: bool = False, threads: int = 1
+    ) -> None:
+        """Multiplies in `prediction.c`; other rows, dtypes and layouts as in oneDNN or NumPy."""
+        row, size = x.strides
+        weight_row, weight_size = weight.strides
+        out_row, out_size = out.strides
+        # This is called seven times a layer and token, and `_has_dense_rows` takes as long as a small product.
+        is_wide = self.shares(x) and weight.dtype == out.dtype == np.float32
+        if not is_wide or not size == weight_size == out_size == 4:
+            super().few_rows_product(x, weight, out, accumulate, threads)
+            return
+        sizes = np.array(
+            [*x.shape, len(weight), row // 4, weight_row // 4, out_row // 4, accumulate, threads], np.int64
+        )
+        self.compiled.few_rows_product(address(x), address(weight), address(out), address(sizes))
+
     def attend(
         self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None,
-        sinks: np.ndarray | None, out: np.ndarray,
+        sinks: np.ndarray | None, out: np.ndarray, threads: int = 1,
     ) -> None:  # fmt: skip
-        if q.shape[-2] > _FEW_QUERIES or cap is not None:
-            super().attend(q, keys, values, mask, cap, sinks, out)
+        if not self.shares(q) or cap is not None:
+            super().attend(q, keys, values, mask, cap, sinks, out, threads)
             return
         at_mask = None
         mask_steps = (0, 0)
@@ -127,10 +158,10 @@ class CompiledOperators(OneDnnOperators):
         at_sinks = None
         if sinks is not None:
             at_sinks = address(sinks)
-        scores = np.empty(keys.shape[-2] + 1, np.float32)
+        scores = np.empty((threads, keys.shape[-2] + 1), np.float32)
         steps = [step // q.itemsize for step in (*keys.strides[:-1], *values.strides[:-1], *mask_steps)]
-        sizes = np.array([*q.shape[:3], *keys.shape[2:], values.shape[-1], *steps], np.int64)
-        self.rowwise.attend(
+        sizes = np.array([*q.shape[:3], *keys.shape[2:], values.shape[-1], *steps, threads], np.int64)
+        self.compiled.attend(
             address(q), address(keys), address(values), at_mask, at_sinks, address(scores), address(out),
             address(sizes),
         )  # fmt: skip
@@ -142,17 +173,20 @@ class CompiledOperators(OneDnnOperators):
         if not weight.size == first.size == second.size == gradient.size:
             raise ValueError(f"a gradient of {gradient.size} numbers for a weight of {weight.size}")
         values = np.array(numbers, np.float32)
-        self.rowwise.adamw(
+        self.compiled.adamw(
             address(weight), address(first), address(second), address(gradient), weight.size, address(values)
         )
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
+        if x.ndim > 2 and x.flags.c_contiguous and out.flags.c_contiguous:
+            x = x.reshape(-1, x.shape[-1])
+            out = out.reshape(x.shape)
         if self.has_avx512 or np.float16 in (x.dtype, out.dtype) or x.ndim > 2 or not _has_dense_rows(x, out):
             super().cast(x, out)
         elif out.dtype == BFLOAT16:
-            self._cast(self.rowwise.to_bfloat16, x, out)
+            self._cast(self.compiled.to_bfloat16, x, out)
         else:
-            self._cast(self.rowwise.to_float32, x, out)
+            self._cast(self.compiled.to_float32, x, out)
 
     def _cast(self, function: Callable[..., None], x: np.ndarray, out: np.ndarray) -> None:
         rows = x.size // max(1, x.shape[-1])

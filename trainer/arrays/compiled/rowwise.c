@@ -5,84 +5,7 @@
 
    Sources: exp as in Cephes (Moshier 1989, expf.c); numpy_operators.py has the formulas of the others. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#define LANES 16
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#define LANES 8
-#else
-#define LANES 4
-#endif
-
-typedef float V __attribute__((vector_size(4 * LANES)));
-typedef int32_t I __attribute__((vector_size(4 * LANES)));
-typedef uint32_t U __attribute__((vector_size(4 * LANES)));
-typedef uint16_t H __attribute__((vector_size(2 * LANES)));
-
-#define EXPORT __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE V load(const float *x) { V v; memcpy(&v, x, sizeof v); return v; }
-INLINE void store(float *x, V v) { memcpy(x, &v, sizeof v); }
-INLINE V fill(float x) { return x - (V){0}; }
-
-/* The last `size` numbers of a row, and zeros. */
-INLINE V load_end(const float *x, long size) { V v = {0}; memcpy(&v, x, 4 * size); return v; }
-INLINE void store_end(float *x, V v, long size) { memcpy(x, &v, 4 * size); }
-
-/* The larger numbers; NaN in y comes through. */
-INLINE V larger(V x, V y) {
-#if LANES == 16
-    return _mm512_max_ps(x, y);
-#elif LANES == 8
-    return _mm256_max_ps(x, y);
-#else
-    I above = x > y;
-    return (V)(((I)x & above) | ((I)y & ~above));
-#endif
-}
-
-INLINE V smaller(V x, V y) {
-#if LANES == 16
-    return _mm512_min_ps(x, y);
-#elif LANES == 8
-    return _mm256_min_ps(x, y);
-#else
-    I below = x < y;
-    return (V)(((I)x & below) | ((I)y & ~below));
-#endif
-}
-
-INLINE V root(V x) {
-#if LANES == 16
-    return _mm512_sqrt_ps(x);
-#elif LANES == 8
-    return _mm256_sqrt_ps(x);
-#else
-    for (int lane = 0; lane < LANES; lane++) x[lane] = sqrtf(x[lane]);
-    return x;
-#endif
-}
-
-/* x where `limit` <= y or y is NaN, otherwise 0. */
-INLINE V zero_below(V x, V y, V limit) {
-#if LANES == 16
-    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(y, limit, _CMP_LT_OQ), _mm512_setzero_ps());
-#else
-    return (V)((I)x & ~(I)(y < limit));
-#endif
-}
-
-INLINE float sum_lanes(V v) {
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += v[lane];
-    return sum;
-}
+#include "vectors.h"
 
 /* exp(x); 0 below -87, where float32 is about to become denormal, and exp(88) from 88 on. */
 INLINE V exponential(V x) {
@@ -292,48 +215,6 @@ EXPORT void rotate(float *x, const float *rotation, long rows, long heads, long 
 EXPORT void rotate_halves(float *x, const float *rotation, long rows, long heads, long half, long step, long head_step,
                           long rotation_step) {
     rotate_pairs(x, rotation, rows, heads, half, 1, half, step, head_step, rotation_step);
-}
-
-INLINE float dot(const float *x, const float *y, long size) {
-    V sums = {0};
-    long i = 0;
-    for (; i + LANES <= size; i += LANES) sums += load(x + i) * load(y + i);
-    if (i < size) sums += load_end(x + i, size - i) * load_end(y + i, size - i);
-    return sum_lanes(sums);
-}
-
-/* Sizes of `attend`: of its arrays, and the distances of sequences, heads and positions, in numbers. */
-typedef struct {
-    long sequences, heads, rows, cached, size, value_size;
-    long key_sequence, key_head, key, value_sequence, value_head, value, mask_sequence, mask_row;
-} AttendSizes;
-
-/* softmax(q k^T + mask) v for `rows` queries of each head and sequence; q and out are contiguous.
-
-   `mask` and `sinks` [heads, rows] may be NULL: a sink is one more score, without a value. `scores` has room for the
-   scores of a query, and one more. */
-EXPORT void attend(const float *q, const float *keys, const float *values, const float *mask, const float *sinks,
-                   float *scores, float *out, const AttendSizes *sizes) {
-    AttendSizes n = *sizes;
-    for (long row = 0; row < n.sequences * n.heads * n.rows; row++, q += n.size, out += n.value_size) {
-        long sequence = row / (n.heads * n.rows), head = row / n.rows % n.heads;
-        const float *key = keys + sequence * n.key_sequence + head * n.key_head;
-        const float *value = values + sequence * n.value_sequence + head * n.value_head;
-        for (long i = 0; i < n.cached; i++) scores[i] = dot(q, key + i * n.key, n.size);
-        if (mask) {
-            const float *added = mask + sequence * n.mask_sequence + row % n.rows * n.mask_row;
-            for (long i = 0; i < n.cached; i++) scores[i] += added[i];
-        }
-        long all = n.cached;
-        if (sinks) scores[all++] = sinks[row % (n.heads * n.rows)];
-        softmax(scores, scores, 1, all);
-        memset(out, 0, n.value_size * sizeof(float));
-        for (long i = 0; i < n.cached; i++, value += n.value) {
-            long j = 0;
-            for (; j + LANES <= n.value_size; j += LANES) store(out + j, load(out + j) + scores[i] * load(value + j));
-            for (; j < n.value_size; j++) out[j] += scores[i] * value[j];
-        }
-    }
 }
 
 typedef struct {

@@ -1,4 +1,4 @@
-"""Functions of rows that layers call, compiled and in NumPy, against float64 formulas.
+"""Functions that layers call, compiled and in NumPy, against float64 formulas.
 
 Limits: tolerances.py, of the sizes of what is added up or multiplied.
 """
@@ -6,17 +6,21 @@ Limits: tolerances.py, of the sizes of what is added up or multiplied.
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tolerances import rounding_limit
+from tolerances import U_BFLOAT16, rounding_limit
 
 from trainer.arrays.compiled import build
-from trainer.arrays.compiled.build import find_rowwise
+from trainer.arrays.compiled.build import find_library
 from trainer.arrays.compiled.operators import CompiledOperators
 from trainer.arrays.numpy_operators import BFLOAT16, NUMPY_OPERATORS, AdamWNumbers, NumpyOperators
+from trainer.arrays.onednn import OneDnnOperators
 from trainer.ops.host_library import has_avx2, library
 from trainer.storage.bfloat16 import as_bfloat16, as_float32
 from trainer.storage.compiler import find_compiler
@@ -32,20 +36,22 @@ def _compiled(flags: tuple[str, ...] | None) -> NumpyOperators | None:
     if onednn is None or not find_compiler():
         return None
     if flags is None:
-        rowwise = find_rowwise().library
-        assert rowwise is not None, find_rowwise().text
+        compiled = find_library().library
+        assert compiled is not None, find_library().text
     else:
         with tempfile.TemporaryDirectory() as folder:
             command = [*find_compiler(), *build.FLAGS, *flags]
-            path = Path(folder) / "rowwise.so"
+            path = Path(folder) / "functions.so"
             build.compile_library(path, command)
-            rowwise = ctypes.CDLL(str(path))
-    return CompiledOperators(onednn, rowwise)
+            compiled = ctypes.CDLL(str(path))
+    return CompiledOperators(onednn, compiled)
 
 
 RUNS = {"numpy": NUMPY_OPERATORS, "this processor": _compiled(None), "any processor": _compiled(())}
 if has_avx2():
     RUNS["AVX2"] = _compiled(build.AVX2)
+    if isinstance(RUNS["AVX2"], OneDnnOperators):
+        RUNS["AVX2"].has_avx512 = False
 RUNS = {name: run for name, run in RUNS.items() if run is not None}
 EACH = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
@@ -156,7 +162,7 @@ def test_rotation_of_halves(run: NumpyOperators) -> None:
 def test_attention_of_few_queries(
     run: NumpyOperators, rows: int, masked: bool, has_sinks: bool, cap: float | None
 ) -> None:
-    sequences, heads, cached, size, value_size = 2, 3, 37, 20, 19
+    sequences, heads, cached, size, value_size = 2, 3, 37, 20, 83
     q = numbers(sequences, heads, rows, size)
     keys = numbers(sequences, heads, cached + 4, size)[:, :, :cached]
     values = numbers(sequences, heads, cached + 4, value_size)[:, :, :cached]
@@ -175,10 +181,78 @@ def test_attention_of_few_queries(
     right = np.exp(scores) / total @ values.astype(np.float64)
     out = np.empty((sequences, heads, rows, value_size), np.float32)
     run.attend(q, keys, values, mask, cap, sinks, out)
+    shared = np.empty_like(out)
+    run.attend(q, keys, values, mask, cap, sinks, shared, 3)
+    np.testing.assert_array_equal(shared, out)
     # An error of a score is one of its exponential; the sums of a row's weights and values have their own.
     largest = np.abs(q).max() * np.abs(keys).max() * size
     limit = rounding_limit(size, scale=largest) + rounding_limit(2 * cached)
     np.testing.assert_allclose(out, right, atol=limit * np.abs(values).max())
+
+
+@EACH
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+@pytest.mark.parametrize(("inner", "size"), [(1, 1), (67, 30), (256, 515)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_products_of_few_rows(run: NumpyOperators, rows: int, inner: int, size: int, accumulate: bool) -> None:
+    """Each row gets the same bits alone and among others, with one thread and with four."""
+    x, weight, before = columns(numbers(rows, inner)), numbers(size, inner), numbers(rows, size)
+    exact = x.astype(np.float64) @ weight.T.astype(np.float64)
+    results = []
+    for threads in (1, 4, 2):
+        out = columns(before)
+        run.few_rows_product(x, weight, out, accumulate, threads)
+        results.append(out)
+    sizes = np.abs(x).astype(np.float64) @ np.abs(weight).T
+    right = exact
+    if accumulate:
+        right = exact + before
+        sizes += np.abs(before)
+    assert (np.abs(results[0] - right) <= rounding_limit(inner + 1) * sizes).all()
+    np.testing.assert_array_equal(results[1], results[0])
+    np.testing.assert_array_equal(results[2], results[0])
+    if run.shares(x):
+        alone = columns(before[-1:])
+        run.few_rows_product(x[-1:], weight, alone, accumulate, 4)
+        np.testing.assert_array_equal(alone[0], results[0][-1])
+
+
+@pytest.mark.skipif("this processor" not in RUNS, reason="no compiler")
+def test_threads_that_call_at_the_same_time() -> None:
+    """One caller has the team of threads, the others compute alone; each gets its own result."""
+    run = RUNS["this processor"]
+    weights = [numbers(700, 128) for _ in range(6)]
+    x = numbers(5, 128)
+    right = [np.empty((5, 700), np.float32) for _ in weights]
+    for weight, out in zip(weights, right, strict=True):
+        run.few_rows_product(x, weight, out, False, 1)
+
+    def repeat(place: int) -> bool:
+        out = np.empty((5, 700), np.float32)
+        for _ in range(300):
+            run.few_rows_product(x, weights[place], out, False, 3)
+            if not np.array_equal(out, right[place]):
+                return False
+        return True
+
+    with ThreadPoolExecutor(len(weights)) as pool:
+        assert all(pool.map(repeat, range(len(weights))))
+
+
+@pytest.mark.skipif("this processor" not in RUNS, reason="no compiler")
+def test_a_forked_process_starts_threads_of_its_own() -> None:
+    run = RUNS["this processor"]
+    x, weight = numbers(3, 256), numbers(600, 256)
+    right, out = np.empty((3, 600), np.float32), np.zeros((3, 600), np.float32)
+    run.few_rows_product(x, weight, right, False, 3)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        run.few_rows_product(x, weight, out, False, 3)
+        os._exit(int(not np.array_equal(out, right)))
+    assert os.waitpid(child, 0)[1] == 0
+    run.few_rows_product(x, weight, out, False, 3)
+    np.testing.assert_array_equal(out, right)
 
 
 @EACH
@@ -227,6 +301,19 @@ def test_a_number_does_not_depend_on_its_place(run: NumpyOperators) -> None:
         np.testing.assert_array_equal(one[0], out[row])
 
 
+@EACH
+def test_softmax_and_its_gradient_in_bfloat16(run: NumpyOperators) -> None:
+    """They are those in float32, rounded."""
+    x, grad = numbers(2, 3, 37), numbers(2, 3, 37)
+    wide, narrow = np.empty_like(x), np.empty(x.shape, BFLOAT16)
+    run.softmax(x, wide)
+    run.softmax(x, narrow)
+    np.testing.assert_allclose(as_float32(narrow), wide, rtol=2 * U_BFLOAT16)
+    run.softmax_gradient(wide, grad, narrow)
+    run.softmax_gradient(wide, grad.copy(), grad)
+    np.testing.assert_allclose(as_float32(narrow), grad, rtol=2 * U_BFLOAT16, atol=rounding_limit(37))
+
+
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
@@ -236,16 +323,16 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.skipif(not find_compiler(), reason="no compiler")
 def test_the_library_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later processes load it from the user's cache, and no other file stays there."""
-    assert find_rowwise.__wrapped__().library is not None
+    assert find_library.__wrapped__().library is not None
     assert [path.suffix for path in cache.iterdir()] == [".so"]
     monkeypatch.setattr(build, "compile_library", lambda *_: pytest.fail("compiled again"))
-    assert find_rowwise.__wrapped__().library is not None
+    assert find_library.__wrapped__().library is not None
 
 
 @pytest.mark.skipif(not find_compiler(), reason="no compiler")
 def test_a_cache_that_cannot_be_written_is_not_needed(cache: Path) -> None:
     cache.parent.write_text("a file where the folder would be")
-    assert find_rowwise.__wrapped__().library is not None
+    assert find_library.__wrapped__().library is not None
 
 
 def test_a_compiler_that_fails_leaves_numpy(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -253,8 +340,8 @@ def test_a_compiler_that_fails_leaves_numpy(cache: Path, monkeypatch: pytest.Mon
     compiler.write_text("#!/bin/sh\necho 'rowwise.c: error: no such instruction' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    found = find_rowwise.__wrapped__()
+    found = find_library.__wrapped__()
     assert found.library is None and "no such instruction" in found.text
     assert not list(cache.glob("*"))
     monkeypatch.setenv("CC", "")
-    assert find_rowwise.__wrapped__() == (None, "there is no C compiler")
+    assert find_library.__wrapped__() == (None, "there is no C compiler")

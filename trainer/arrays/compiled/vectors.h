@@ -1,0 +1,88 @@
+/* Vectors of float32 numbers, as wide as the processor has them, for the files beside this one. */
+
+#ifndef VECTORS_H
+#define VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define LANES 16
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float V __attribute__((vector_size(4 * LANES)));
+typedef int32_t I __attribute__((vector_size(4 * LANES)));
+typedef uint32_t U __attribute__((vector_size(4 * LANES)));
+typedef uint16_t H __attribute__((vector_size(2 * LANES)));
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE V load(const float *x) { V v; memcpy(&v, x, sizeof v); return v; }
+INLINE void store(float *x, V v) { memcpy(x, &v, sizeof v); }
+INLINE V fill(float x) { return x - (V){0}; }
+
+/* The last `size` numbers of a row, and zeros. */
+INLINE V load_end(const float *x, long size) { V v = {0}; memcpy(&v, x, 4 * size); return v; }
+INLINE void store_end(float *x, V v, long size) { memcpy(x, &v, 4 * size); }
+
+/* The larger numbers; NaN in y comes through. */
+INLINE V larger(V x, V y) {
+#if LANES == 16
+    return _mm512_max_ps(x, y);
+#elif LANES == 8
+    return _mm256_max_ps(x, y);
+#else
+    I above = x > y;
+    return (V)(((I)x & above) | ((I)y & ~above));
+#endif
+}
+
+INLINE V smaller(V x, V y) {
+#if LANES == 16
+    return _mm512_min_ps(x, y);
+#elif LANES == 8
+    return _mm256_min_ps(x, y);
+#else
+    I below = x < y;
+    return (V)(((I)x & below) | ((I)y & ~below));
+#endif
+}
+
+INLINE V root(V x) {
+#if LANES == 16
+    return _mm512_sqrt_ps(x);
+#elif LANES == 8
+    return _mm256_sqrt_ps(x);
+#else
+    for (int lane = 0; lane < LANES; lane++) x[lane] = sqrtf(x[lane]);
+    return x;
+#endif
+}
+
+/* x where `limit` <= y or y is NaN, otherwise 0. */
+INLINE V zero_below(V x, V y, V limit) {
+#if LANES == 16
+    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(y, limit, _CMP_LT_OQ), _mm512_setzero_ps());
+#else
+    return (V)((I)x & ~(I)(y < limit));
+#endif
+}
+
+INLINE float sum_lanes(V v) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += v[lane];
+    return sum;
+}
+
+/* The softmax of each row of [rows, size]; `out` may be x. */
+void softmax(const float *x, float *out, long rows, long size);
+
+#endif
