@@ -51,6 +51,7 @@ from benchmark_tools import (
     run_json,
     torch_report,
     torch_sizes,
+    touch_memory,
     usable_cores,
 )
 from rich.console import Console
@@ -65,6 +66,7 @@ BASE_DTYPE_PEAKS = {"bfloat16": 3.0e9, "int8": 2.3e9, "nf4": 2.0e9}
 VOCABULARY_PEAK_BEFORE = 2_268e6
 """Peak memory of the model with _VOCABULARY when its layers were compiled blocks, and all logits were there at once."""
 _LORA_QWEN3 = LORA | QWEN3
+_LARGE_MEMORY = 12 << 30  # bytes, more than full training of QWEN3 takes
 _ROWS = 1, 8  # sequences that are generated together
 
 
@@ -193,6 +195,7 @@ def base_dtypes_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 
 def large(run: Programs) -> Figures:
+    touch_memory(_LARGE_MEMORY)
     return {"trainer": run.train(QWEN3, steps=SETTLING_STEPS + 3)}
 
 
