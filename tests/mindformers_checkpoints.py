@@ -114,10 +114,18 @@ def to_mindformers(weights: Arrays, sizes: Sizes, pynative: bool) -> Arrays:
     return renamed
 
 
-def optimizer_state(weights: Arrays) -> dict[str, Any]:
-    """Returns the state of AdamW: the moments in files that must not be taken for weights."""
-    moments = {f"{kind}.{name}": array + 1 for kind in ("adam_m", "adam_v") for name, array in weights.items()}
-    return moments | {"global_step": np.array([4], np.int64)}
+STATES = ("adam_m", "adam_v", "muon_m", "main_param")
+
+
+def optimizer_state(weights: Arrays) -> Arrays:
+    """Returns moments of AdamW that must not be taken for weights."""
+    return {f"{kind}.{name}": array + 1 for kind in STATES[:2] for name, array in weights.items()}
+
+
+def _parameter_of(name: str) -> str:
+    """Returns the parameter that a state array is named after."""
+    kind, _, parameter = name.partition(".")
+    return parameter if kind in STATES else name
 
 
 def tensor_parallel_map(name: str, array: np.ndarray) -> TensorMap:
@@ -162,7 +170,7 @@ def _layout(tensor_map: TensorMap, matrix: dict[str, int]) -> dict[str, Any]:
 
 def write_iteration(
     folder: Path, weights: Arrays, matrix: dict[str, int] | None = None, maps: Any = tensor_parallel_map,
-    remove_redundancy: bool = False, stages: int = 1,
+    remove_redundancy: bool = False, stages: int = 1, *, state: Arrays | None = None, common: Any = None,
 ) -> Path:  # fmt: skip
     """Writes iteration_00000004 and the tracker file, as save_checkpoint of checkpoint.py; returns the folder of both.
 
@@ -171,25 +179,28 @@ def write_iteration(
         maps: How a parameter is sharded: (name, array) -> tensor map.
         remove_redundancy: Each shard is only in the file of one rank, see distribute_shards of fully_parallel.py.
         stages: Pipeline stages, which share the layers.
+        state: The arrays of the optimizer, named after their parameters.
+        common: Further keys of common.json.
     """
+    state = (optimizer_state(weights) if state is None else state) | {"global_step": np.array([4], np.int64)}
     path = folder / "iteration_00000004"
     path.mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("4")
-    (path / "common.json").write_text(json.dumps({"epoch_num": 1, "step_num": 4, "global_step": 4}))
+    (path / "common.json").write_text(json.dumps({"epoch_num": 1, "step_num": 4, "global_step": 4} | (common or {})))
     if matrix is None:
         _save(weights, path / "checkpoint-model-0000000-0000001.safetensors")
-        _save(optimizer_state(weights), path / "checkpoint-opt-0000000-0000001.safetensors")
+        _save(state, path / "checkpoint-opt-0000000-0000001.safetensors")
         return folder
     size = math.prod(matrix.values())
     files: list[Arrays] = [{} for _ in range(size * stages)]
     tensors: dict[str, Any] = {}
     storage: dict[str, list[dict[str, Any]]] = {}
-    everything = {"model": weights, "opt": {n: a for n, a in optimizer_state(weights).items() if a.ndim > 0}}
+    everything = {"model": weights, "opt": state}
     for kind, arrays in everything.items():
         files = [{} for _ in range(size * stages)]
         for (name, array), local in itertools.product(arrays.items(), range(size)):
             rank = local + size * _stage(name, stages)
-            tensor_map = maps(name.removeprefix("adam_m.").removeprefix("adam_v."), array)
+            tensor_map = maps(_parameter_of(name), array)
             shard, number = _shard(array, tensor_map, matrix, local)
             key = str((name, (number,)))
             about = tensors.setdefault(name, {
@@ -225,18 +236,22 @@ def _save(arrays: Arrays, file: Path) -> None:
 def write_rank_folders(
     folder: Path, weights: Arrays, matrix: dict[str, int], maps: Any = tensor_parallel_map, *,
     optimizer_parallel: bool = False, remove_redundancy: bool = False, strategy: bool = True, saved_step: int = 4,
+    state: Arrays | None = None, counters: Any = None,
 ) -> Path:  # fmt: skip
     """Writes checkpoint/rank_N and strategy/, as CheckpointMonitor with use_legacy_format; returns checkpoint/.
 
     Args:
         optimizer_parallel: Shard each parameter further, over all ranks that have the same shard.
+        state: The arrays of the optimizer, named after their parameters, and sharded as these.
+        counters: Further numbers that each file has.
     """
+    everything = weights | (optimizer_state(weights) if state is None else state)
     size = math.prod(matrix.values())
     saved: set[tuple[str, int]] = set()
-    layouts = {name: maps(name, array) for name, array in weights.items()}
+    layouts = {name: maps(_parameter_of(name), array) for name, array in everything.items()}
     for rank in range(size):
         arrays: dict[str, Any] = {}
-        for name, array in weights.items():
+        for name, array in everything.items():
             shard, number = _shard(array, layouts[name], matrix, rank)
             step, count = _optimizer_shards(array, layouts[name], matrix, optimizer_parallel)
             if count:
@@ -249,9 +264,10 @@ def write_rank_folders(
                 arrays[name] = shard
         path = folder / "checkpoint" / f"rank_{rank}"
         path.mkdir(parents=True, exist_ok=True)
-        counters = {"epoch_num": np.array(1), "step_num": np.array(saved_step), "loss_scale": np.array(1.0, np.float32)}
+        numbers = {"epoch_num": np.array(1), "step_num": np.array(saved_step), "loss_scale": np.array(1.0, np.float32),
+                   "global_step": np.array([saved_step], np.int32)} | (counters or {})  # fmt: skip
         name = f"model_rank_{rank}-1_{saved_step}.safetensors"
-        _save(arrays | optimizer_state(arrays) | counters, path / name)
+        _save(arrays | numbers, path / name)
         about = {"last_epoch": 1, "last_step": saved_step, "last_ckpt_file": name}
         (path / "meta.json").write_text(json.dumps(about))
         if strategy:

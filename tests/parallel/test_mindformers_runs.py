@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mindformers_checkpoints import Sizes, to_mindformers, write_iteration, write_rank_folders
+from mindformers_checkpoints import Arrays, Sizes, to_mindformers, write_iteration, write_rank_folders
 from safetensors.numpy import load_file
 from test_launched_training import limits_of, run
 
 from trainer.checkpoint.adapters import load_initial_weights
+from trainer.checkpoint.mindformers.training import MOMENTS
+from trainer.checkpoint.tensor_names import to_disk
 from trainer.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
@@ -67,6 +69,58 @@ def test_evaluations_give_the_loss_of_the_run_that_made_the_weights(tmp_path: Pa
     two = json.loads((tmp_path / "two" / "eval.json").read_text())
     assert two["tokens"] == right["tokens"]
     assert two["loss"] == pytest.approx(right["loss"], rel=limits_of(config).loss)
+
+
+def losses_of(output: Path) -> dict[int, float]:
+    lines = map(json.loads, (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def their_files(checkpoint: Path, sizes: Sizes, kind: str, pynative: bool) -> tuple[Arrays, Arrays]:
+    """Returns the weights and the optimizer's state of a checkpoint under the peer's names."""
+    ours = load_file(checkpoint / "optimizer.safetensors")
+    state: Arrays = {}
+    for here, there in MOMENTS.items():
+        arrays = {name.removeprefix(f"{here}."): array for name, array in ours.items() if name.startswith(f"{here}.")}
+        theirs = to_mindformers(to_disk(arrays, kind), sizes, pynative)
+        state |= {f"{there}.{name}": array for name, array in theirs.items() if not name.endswith("per_expert")}
+    return to_mindformers(load_file(checkpoint / "model.safetensors"), sizes, pynative), state
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "pynative"),
+    [("qwen3", "AdamW", True), ("qwen3", "AdamW", False), ("deepseek", "Muon", True), ("deepseek", "AdamW", False)],
+)
+def test_a_training_continues_as_if_it_had_never_stopped(
+    tmp_path: Path, model: str, optimizer: str, pynative: bool
+) -> None:
+    changes, sizes = {"qwen3": (QWEN3, Sizes(2, 4, 2)), "deepseek": (DEEPSEEK, Sizes(2, 2, 2, experts=4))}[model]
+    saved = [{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor", "save_checkpoint_steps": 4}]
+    changes = changes | {"optimizer": {"type": optimizer}, "runner_config.max_steps": 8, "callbacks": saved,
+                         "train_dataset.data_loader.shuffle": False}  # fmt: skip
+    config = write_config(tmp_path / "run", write_corpus(tmp_path / "data"), changes)
+    right = train(config)
+    weights, state = their_files(right / "checkpoints" / "step-00000004", sizes, changes["model.arch.type"], pynative)
+    if pynative:  # weights of 16 bits, and their copies
+        state |= {f"main_param.{name}": array for name, array in weights.items() if array.ndim > 1}
+        rounded = {name: array.astype(np.float16 if array.ndim > 1 else np.float32) for name, array in weights.items()}
+        counted = {"global_batch_size": 4, "consumed_samples": 16}
+        folder = write_iteration(tmp_path / "theirs", rounded, MATRIX, state=state, common=counted)
+    else:
+        counters = {"global_batch_size": np.array(4)}
+        folder = write_rank_folders(tmp_path / "theirs", weights, MATRIX, state=state, counters=counters)
+    resumed = train(config, resume_training=True, load_checkpoint=folder, output_dir=tmp_path / "resumed")
+    expected = losses_of(right)
+    assert losses_of(resumed) == {step: expected[step] for step in range(5, 9)}
+    for part in ("model", "optimizer"):
+        file = Path("checkpoints", "step-00000008", f"{part}.safetensors")
+        ours, theirs = load_file(resumed / file), load_file(right / file)
+        assert ours.keys() == theirs.keys()
+        for name, array in ours.items():
+            np.testing.assert_array_equal(array, theirs[name], name)
+    run(tmp_path / "job", 2, config, "--resume_training", "True", "--load_checkpoint", folder, "--output_dir",
+        tmp_path / "two", "--parallel_config.model_parallel", 2, "--parallel.parallel_mode", 0)  # fmt: skip
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(resumed), rel=limits_of(config).loss)
 
 
 def test_what_mindspore_merges_and_converts_is_loaded(tmp_path: Path) -> None:

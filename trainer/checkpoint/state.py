@@ -40,12 +40,12 @@ from trainer.errors import UserError, shorten_repr
 from trainer.models.spec.adapters import SECTION, saved_settings
 from trainer.models.spec.shapes import adapter_shapes, all_shapes, base_dtypes
 from trainer.optim.freeze import trained_shapes
-from trainer.optim.groups import EMA, parameter_groups, state_names
+from trainer.optim.groups import EMA, average_names, parameter_groups, state_names
 from trainer.parallel.sharding import ShardedArray, ShardSpec, as_sharded_array, full_shard_spec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.plan import Plan, Resumption
 from trainer.storage.quantized import FrozenMatrix
-from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, float32_infos
+from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, float32_infos, read_shard
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -233,9 +233,12 @@ def checkpoint_to_resume(config: Config) -> Path:
     folder = _resume_folder(config)
     source = find_source(folder, where, _KEY)
     if source is not None:
-        rule = f"is a checkpoint of MindSpore Transformers ({source.name}): its weights can be loaded, not its state"
-        fix = f"start a new run from its weights: {_KEY}: False (in its newer schema checkpoint.no_load_optim: True)"
-        raise UserError(rule, where=where, key=_KEY, value=str(folder), fix=fix)
+        reason = _hindrance(config)
+        if reason:
+            rule = f"is a checkpoint of MindSpore Transformers ({source.name}); this run cannot continue it: {reason}"
+            fix = f"start from its weights: {_KEY}: False (in its newer schema checkpoint.no_load_optim: True)"
+            raise UserError(rule, where=where, key=_KEY, value=str(folder), fix=fix)
+        return source.path
     if isinstance(config.resume_training, str):
         named = resolve_best_link(folder / config.resume_training)
         if not named.is_dir():
@@ -251,6 +254,19 @@ def checkpoint_to_resume(config: Config) -> Path:
         return find_checkpoint(folder, key=_KEY)
     except UserError as error:
         raise error.with_location(where, _KEY) from error
+
+
+def _hindrance(config: Config) -> str:
+    """Returns why this run can only take the weights of another program's checkpoint; empty if it can continue it."""
+    if isinstance(config.resume_training, str):
+        return f"{_KEY} names a checkpoint of this trainer, {config.resume_training}"
+    if config.has_adapters:
+        return f"{SECTION} trains adapters, of which it has no state in this form"
+    if config.optimizer.type not in ("AdamW", "Muon"):
+        return f"the state of AdamW and Muon is known, and optimizer.type is {config.optimizer.type}"
+    if average_names(config.optimizer):
+        return "it has no moving averages, which optimizer.ema_decay asks for"
+    return ""
 
 
 def _resume_folder(config: Config) -> Path:
@@ -344,15 +360,20 @@ def _optimizer_arrays(checkpoint: Checkpoint, config: Config) -> dict[str, LazyA
             rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
             raise damaged_checkpoint(checkpoint.path, rule)
 
+    return finite_arrays({name: stored.array(name) for name in stored}, checkpoint.path)
+
+
+def finite_arrays(arrays: Mapping[str, ArrayOrLazyArray], path: Path) -> dict[str, LazyArray]:
+    """Returns arrays of an optimizer that raise a UserError when numbers that are read have NaN or infinity."""
+
     def read(name: str, part: ShardSpec) -> np.ndarray:
-        """Reads a shard of an array; raises UserError if it has NaN or infinity."""
-        numbers = stored.array(name).read(part)
+        """Reads a shard of an array."""
+        numbers = read_shard(arrays[name], part)
         if not is_finite(numbers):
-            rule = f"the optimizer's state is not finite: {name} has NaN or infinity"
-            raise damaged_checkpoint(checkpoint.path, rule)
+            raise damaged_checkpoint(path, f"the optimizer's state is not finite: {name} has NaN or infinity")
         return numbers
 
-    return {name: LazyArray(stored.about(name)[1], partial(read, name)) for name in stored}
+    return {name: LazyArray(array.shape, partial(read, name)) for name, array in arrays.items()}
 
 
 def plan_resumed(plan: Plan, resumed: ResumedCheckpoint) -> Plan:

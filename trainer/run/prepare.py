@@ -181,7 +181,8 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
         return PreparedRun(config, plan, {}, None, None)
     resume_from = None
     if config.resume_training:  # found before the data is opened, which may take long to tokenize
-        from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed, read_resumed_checkpoint
+        from trainer.checkpoint.mindformers.takeover import read_training
+        from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed
 
         resume_from = checkpoint_to_resume(config)
     plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress())
@@ -192,7 +193,7 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
     layout = data_layout(backend.data_config, batches.dataset, backend.data_ranks[1])
     if resume_from is None:
         return PreparedRun(config, plan, layout, None, None)
-    resumed = read_resumed_checkpoint(resume_from, config, layout, local_shard_specs(config, world), local_world)
+    resumed = read_training(resume_from, config, layout, local_shard_specs(config, world), local_world)
     return PreparedRun(config, plan_resumed(plan, resumed), layout, resume_from, resumed)
 
 

@@ -23,7 +23,8 @@ from test_joined_names import as_chatglm, golden
 
 from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.mindformers.strategy import StrategyError, read_strategy
-from trainer.checkpoint.state import checkpoint_to_resume
+from trainer.checkpoint.mindformers.takeover import read_training
+from trainer.checkpoint.state import Position, ResumedCheckpoint, checkpoint_to_resume
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import fitting_weights
 from trainer.config import Config, parse_config
@@ -286,10 +287,64 @@ def test_ranks_without_a_common_step_are_refused(tmp_path: Path) -> None:
     assert "3 folders from 1 to 3" in failure(lambda: load_initial_weights(config_of("qwen3", folder)))
 
 
-def test_a_run_cannot_be_resumed_from_it(tmp_path: Path) -> None:
+LAYOUT = {"batch_size": 2, "gradient_accumulation_steps": 2, "ranks": 1, "seq_length": 16, "shuffle": False,
+          "drop_remainder": True, "rows": 12}  # fmt: skip
+
+
+def resumed(folder: Path, layout: dict[str, Any] | None = None, **keys: Any) -> ResumedCheckpoint:
+    config = config_of("qwen3", folder, resume_training=True, **keys)
+    return read_training(checkpoint_to_resume(config), config, LAYOUT | (layout or {}))
+
+
+def test_a_training_continues_with_its_moments_steps_and_data(tmp_path: Path) -> None:
     folder = write_iteration(tmp_path, converted("qwen3", pynative=True), MATRIX)
-    message = failure(lambda: checkpoint_to_resume(config_of("qwen3", folder, resume_training=True)))
-    assert "its weights can be loaded, not its state" in message and "checkpoint.no_load_optim: True" in message
+    found = resumed(folder)
+    for name, array in weights_of("qwen3").items():
+        np.testing.assert_array_equal(found.weights[name], array, name)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            np.testing.assert_array_equal(found.optimizer[f"{kind}.{name}"].read(), array + 1, name)
+    assert len(found.optimizer) == 2 * len(found.weights) and found.updates == 4
+    # An epoch has six micro-batches, that is three steps.
+    assert found.position == Position(4, 1, 2, 16 * 16)
+    (note,) = found.notes
+    assert "iteration_00000004" in note and "does not say with which settings" in note
+    later = resumed(folder, ignore_data_skip=True).position
+    assert (later.step, later.epoch, later.batch, later.data_from_step) == (4, 0, 0, 4)
+
+
+def test_the_fused_optimizer_counts_from_below_zero(tmp_path: Path) -> None:
+    folder = write_iteration(tmp_path, converted("qwen3", pynative=True), None)
+    (file,) = folder.rglob("checkpoint-opt-*")
+    save_file(load_file(file) | {"global_step": np.array([3], np.int32)}, file)
+    assert resumed(folder).updates == 4
+    save_file(load_file(file) | {"global_step": np.array([9], np.int32)}, file)
+    assert "is at step 4, and its optimizer has done 9 updates" in failure(lambda: resumed(folder))
+
+
+@pytest.mark.parametrize(
+    ("common", "layout", "keys", "part"),
+    [
+        ({"consumed_samples": 20}, {}, {}, "has read 20 sequences in 4 steps, and this run takes 16 for them"),
+        ({"global_batch_size": 8}, {}, {}, "has read 32 sequences in 4 steps, and this run takes 16 for them"),
+        ({}, {"shuffle": True}, {}, "a random order, which is another one here"),
+        ({"global_step": None}, {}, {}, "the position of its training cannot be read: common.json"),
+        ({}, {}, {"optimizer": {"type": "SGD"}}, "the state of AdamW and Muon is known, and optimizer.type is SGD"),
+        ({}, {}, {"optimizer": {"type": "Muon"}}, "its optimizer has no muon_m of model.layers.0."),
+        ({}, {}, {"optimizer": {"type": "AdamW", "ema_decay": 0.9}}, "it has no moving averages"),
+    ],
+)
+def test_what_cannot_continue_is_refused(
+    tmp_path: Path, common: dict[str, Any], layout: dict[str, Any], keys: dict[str, Any], part: str
+) -> None:
+    folder = write_iteration(tmp_path, converted("qwen3", pynative=True), MATRIX, common=common)
+    message = failure(lambda: resumed(folder, layout, **keys))
+    assert part in message and "Fix: " in message and "resume_training" in message, message
+
+
+def test_a_folder_without_an_optimizer_gives_its_weights_alone(tmp_path: Path) -> None:
+    folder = write_iteration(tmp_path, converted("qwen3", pynative=True), MATRIX, state={})
+    assert "its optimizer has no adam_m of" in failure(lambda: resumed(folder))
+    assert_loads("qwen3", folder)
 
 
 def test_the_numbers_of_optimizer_and_counters_are_not_weights(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from trainer.config import Override, load_config, parse_config  # noqa: E402
 from trainer.models.spec.shapes import parameter_shapes  # noqa: E402
 from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: E402
 from trainer.profiling.host import NOT_EXPLAINED, profile_rows  # noqa: E402
-from trainer.profiling.regions import Key, RegionTimer  # noqa: E402
+from trainer.profiling.regions import RegionKey, RegionTimer  # noqa: E402
 
 
 def step_metrics(step: int) -> StepMetrics:
@@ -361,7 +361,7 @@ def test_each_second_of_a_step_is_in_one_row() -> None:
         ("waiting threads", "backward"): (18, 1),
     }  # fmt: skip
     assert sum(row.seconds for row in regions.rows.values()) == now == 50
-    row = regions.rows[Key("product of layer", "backward")]
+    row = regions.rows[RegionKey("product of layer", "backward")]
     assert (row.bytes, row.operations) == (16, 4)
 
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from trainer.checkpoint.mindformers.names import SourceTensor, is_run_state
+from trainer.checkpoint.mindformers.names import SourceTensor, parameter_name
 from trainer.checkpoint.mindformers.strategy import SourceLayout, StrategyError, read_strategy
 from trainer.checkpoint.store import ENDING, read_safetensors
 from trainer.errors import UserError
@@ -40,6 +40,7 @@ MERGED = "param_name_map.json"
 STRATEGY_KEY = "src_strategy_path_or_dir"
 _KEY = "load_checkpoint"
 _MODEL_FILE = re.compile(r"(?:.+-)?model-(\d{7})-(\d{7})\.safetensors")
+_STATE_FILE = re.compile(r"(?:.+-)?opt-(\d{7})-(\d{7})\.safetensors")
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 _RANK_FILE = re.compile(r".*-(\d+)_(\d+)\.(safetensors|ckpt)")
 
@@ -114,11 +115,18 @@ def _find_source(path: Path, where: str, key: str) -> Source | None:
 
 
 def open_source(
-    source: Source, where: str, strategy: str = "", *, numbers: bool = True, world: World = SINGLE_PROCESS
+    source: Source,
+    where: str,
+    strategy: str = "",
+    *,
+    kind: str = "",
+    numbers: bool = True,
+    world: World = SINGLE_PROCESS,
 ) -> tuple[dict[str, SourceTensor], str]:
-    """Opens the weights of a checkpoint, unsharded, under its names; other tensors than weights are left out.
+    """Opens the weights of a checkpoint, or arrays of its optimizer, unsharded, under the names of its parameters.
 
     Args:
+        kind: The arrays of the optimizer whose names begin so, as adam_m; empty: the weights.
         strategy: `src_strategy_path_or_dir`, a strategy file or a folder of them; empty: those beside the folders.
         numbers, world: See `trainer.checkpoint.weights.read_weights`.
 
@@ -130,12 +138,26 @@ def open_source(
     """
 
     def open_file(file: Path) -> dict[str, LazyArray]:
-        """Opens the weights of a file; it is closed if none of them is used, as those of a rank with copies."""
-        return read_safetensors(file, where, numbers=numbers, world=world, leave_out=is_run_state)
+        """Opens arrays of a file; it is closed if none of them is used, as those of a rank with copies."""
+        others = partial(_is_of_another_kind, kind)
+        arrays = read_safetensors(file, where, numbers=numbers, world=world, leave_out=others)
+        return {parameter_name(name, kind): array for name, array in arrays.items()}
 
     if source.files:
-        return _open_ranks(source, open_file, where, strategy)
-    return _open_iteration(source.path, cache(open_file), where), ""
+        return _open_ranks(source, open_file, where, strategy, kind)
+    return _open_iteration(source.path, cache(open_file), where, kind), ""
+
+
+def _is_of_another_kind(kind: str, name: str) -> bool:
+    return not parameter_name(name, kind)
+
+
+def state_files(source: Source) -> list[Path]:
+    """Returns the files that may count the steps of a training: those of the optimizer, or of a rank."""
+    if source.files:
+        return [source.files[min(source.files)]]
+    files = sorted(source.path.glob(f"*{ENDING}"))
+    return [file for file in files if _STATE_FILE.fullmatch(file.name)] or files
 
 
 def _problem(path: Path, rule: str, fix: str, where: str, key: str = _KEY) -> UserError:
@@ -169,14 +191,19 @@ def _tracked_iteration(path: Path, where: str, key: str) -> Path:
     return folder
 
 
-def _open_iteration(path: Path, open_file: OpenFile, where: str) -> dict[str, SourceTensor]:
+def _open_iteration(path: Path, open_file: OpenFile, where: str, kind: str) -> dict[str, SourceTensor]:
     """Opens the tensors in the folder of an iteration; a single device writes no metadata.json."""
     if (path / MERGED).is_file():
         arrays = {file.name: open_file(file) for file in sorted(path.glob(f"*{ENDING}"))}
         return {name: SourceTensor(array, file) for file, part in arrays.items() for name, array in part.items()}
     if not (path / METADATA).exists():
-        files = [file for file in sorted(path.iterdir()) if _MODEL_FILE.fullmatch(file.name)]
-        match = _MODEL_FILE.fullmatch(files[0].name)
+        pattern = _MODEL_FILE
+        if kind:
+            pattern = _STATE_FILE
+        files = [file for file in sorted(path.iterdir()) if pattern.fullmatch(file.name)]
+        if not files:
+            return {}
+        match = pattern.fullmatch(files[0].name)
         assert match is not None
         if len(files) > 1 or int(match[2]) > 1:
             rule = f"the folder has no {METADATA}, which says where the shards of its tensors are"
@@ -189,8 +216,8 @@ def _open_iteration(path: Path, open_file: OpenFile, where: str) -> dict[str, So
         raise _problem(path, rule, "copy the complete folder", where) from None
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
-        if not is_run_state(name):
-            tensors[name] = _iteration_tensor(path, name, tensor, metadata.storage_data, open_file, where)
+        if parameter := parameter_name(name, kind):
+            tensors[parameter] = _iteration_tensor(path, name, tensor, metadata.storage_data, open_file, where, kind)
     return tensors
 
 
@@ -201,6 +228,7 @@ def _iteration_tensor(
     places: Mapping[str, list[_Place]],
     open_file: OpenFile,
     where: str,
+    kind: str,
 ) -> SourceTensor:
     """Opens a tensor of metadata.json from the first file that has each of its shards."""
     shards = {}
@@ -212,7 +240,7 @@ def _iteration_tensor(
             raise _problem(path, rule, "use another checkpoint", where)
         file = place[0].file_name
         first = first or file
-        array = open_file(path / file).get(name)
+        array = open_file(path / file).get(parameter_name(name, kind))
         if array is None or array.shape != tuple(chunk.local_shape):
             rule = f"{file} does not have the shard of {name} of shape {chunk.local_shape} that {METADATA} says"
             raise _problem(path, rule, "copy the complete folder, or use another checkpoint", where)
@@ -297,7 +325,9 @@ def _rank_source(folder: Path, ranks: Mapping[int, Path], where: str, key: str) 
     return Source(folder, by_step[max(complete)], name)
 
 
-def _open_ranks(source: Source, open_file: OpenFile, where: str, strategy: str) -> tuple[dict[str, SourceTensor], str]:
+def _open_ranks(
+    source: Source, open_file: OpenFile, where: str, strategy: str, kind: str
+) -> tuple[dict[str, SourceTensor], str]:
     """Opens the tensors of all ranks; those that a strategy file shards are merged."""
     layouts, folder = _open_strategies(source, where, strategy)
     tensors: dict[str, dict[tuple[int, ...], LazyArray]] = {}
@@ -307,7 +337,8 @@ def _open_ranks(source: Source, open_file: OpenFile, where: str, strategy: str) 
         for name, array in open_file(file).items():
             start = (0,) * array.ndim
             shape = array.shape
-            layout = layouts.get(rank, {}).get(name)
+            of_rank = layouts.get(rank, {})
+            layout = of_rank.get(f"{kind}.{name}", of_rank.get(name))  # an array lies as its parameter does
             if layout is not None and len(layout.tensor_map) == array.ndim:
                 try:
                     start, shape = layout.place(rank, array.shape)

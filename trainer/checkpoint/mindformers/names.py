@@ -127,6 +127,19 @@ def is_run_state(name: str) -> bool:
     return _STATE.fullmatch(name) is not None
 
 
+def parameter_name(name: str, kind: str = "") -> str:
+    """Returns the parameter that a tensor is the weight of, or an array of the optimizer of this kind; empty: none.
+
+    Its optimizers name each array after its parameter: adam_m.decoder.layers.0.mlp.linear_fc2.weight.
+    """
+    before, _, parameter = name.partition(".")
+    if kind and before == kind and is_run_state(name):
+        return parameter
+    if kind or is_run_state(name):
+        return ""
+    return name
+
+
 def has_mindformers_names(names: Iterable[str]) -> bool:
     """Returns whether tensors have the names of MindSpore Transformers."""
     return any(name.startswith(_SOURCE_PREFIXES) for name in names)
