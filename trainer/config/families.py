@@ -331,19 +331,12 @@ FAMILIES = {
             "num_nextn_predict_layers": 1, "output_router_logits": False,
         },
         {"rotary_pct": 0.5}, _SIGMOID_ROUTER,
-        source_classes=(
-            SourceClass(
-                "Glm4MoeConfig", "glm4_moe",
-                _CORE_SIGMOID | {"num_nextn_predict_layers": 0},
-            ),
-        ),
+        source_classes=(SourceClass("Glm4MoeConfig", "glm4_moe", _CORE_SIGMOID | {"num_nextn_predict_layers": 0}),),
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM._replace(
         model_type="glm4", model={**_GLM.model, "post_self_attn_layernorm": True, "post_mlp_layernorm": True},
-        source_classes=(
-            SourceClass("Glm4Config", "glm4", _CORE | {"pad_token_id": 151329}),
-        ),
+        source_classes=(SourceClass("Glm4Config", "glm4", _CORE | {"pad_token_id": 151329}),),
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
@@ -510,6 +503,9 @@ FAMILIES = {
                 },
                 differences=_LATENT_NORMS,
             ),
+            SourceClass("DeepseekV3Config", "", {
+                "intermediate_size": 18432, "max_position_embeddings": 32768, "q_lora_rank": 1536,
+                "vocab_size": 129280, "init_method_std": 0.006, "pad_token_id": 0}),
         ),
         other_names=("TeleChat3MoeForCausalLM", "telechat3_moe", "kimi_k2"),
     ),
@@ -544,6 +540,9 @@ FAMILIES = {
             "topk_method": group_method,
         },
         has_output_bias=True,
+        source_classes=(SourceClass("DeepseekV2Config", "", {
+                "num_layers": 30, "intermediate_size": 12288, "max_position_embeddings": 4096, "q_lora_rank": 1536,
+                "vocab_size": 102400, "init_method_std": 0.01, "pad_token_id": 0}),),
     ),
 }  # fmt: skip
 """Families by ``model.arch.type``: Hugging Face's class, or MindSpore Transformers' if transformers has none."""

@@ -134,6 +134,19 @@ FACTS = {
         multiple_of 256, 118 rms_norm_eps 1e-05, 121 pad_token_id 0, 123 theta 10000.0, 131 qkv_has_bias False, 132
         out_proj_has_bias True, 156 sigma 0.0048
     """,
+    "DeepseekV3Config": """
+        research/deepseek3/deepseek3_config.py: 108 seq_length 2048, 109 hidden_size 4096, 110 num_layers 32, 111
+        num_heads 32, 113 max_position_embeddings 32768, 114 intermediate_size 18432, 117 kv_lora_rank 512, 118
+        q_lora_rank 1536, 119 qk_rope_head_dim 64, 120 v_head_dim 128, 121 qk_nope_head_dim 128, 122 vocab_size
+        129280, 123 rms_norm_eps 1e-06, 126 pad_token_id 0, 128 theta 10000.0, 134 init_method_std 0.006, 156
+        mtp_depth 0, 157 mtp_loss_factor 0.3
+    """,
+    "DeepseekV2Config": """
+        research/deepseek3/deepseek2_config.py: 106 seq_length 2048, 107 hidden_size 4096, 108 num_layers 30, 109
+        num_heads 32, 111 max_position_embeddings 4096, 112 intermediate_size 12288, 113 kv_lora_rank 512, 114
+        q_lora_rank 1536, 115 qk_rope_head_dim 64, 116 v_head_dim 128, 117 qk_nope_head_dim 128, 118 vocab_size
+        102400, 121 rms_norm_eps 1e-06, 124 pad_token_id 0, 129 theta 10000.0, 132 init_method_std 0.01
+    """,
 }
 """Files of `SOURCE`, and the line, key and value of each default, by ``model_type`` or, of an older class, ``type``."""
 SMALL = "hidden_size: 64, num_attention_heads: 4, num_hidden_layers: 4, vocab_size: 300"
@@ -198,7 +211,10 @@ def test_what_a_file_leaves_out_is_the_default_of_the_class_that_it_names(key: s
     else:
         kinds = {known.name: kind for kind, family in FAMILIES.items() for known in family.source_classes}
         kind = kinds[name]
-        texts = [f"model: {{arch: {{type: {kind}}}, model_config: {{{key}: {name}}}}}\n"]
+        experts = ""
+        if kind.startswith("Deepseek"):  # without experts its class is dense, and the family has them
+            experts = ", moe_config: {expert_num: 4, num_experts_chosen: 2}"
+        texts = [f"model: {{arch: {{type: {kind}}}, model_config: {{{key}: {name}{experts}}}}}\n"]
     for text in texts:
         config = load(text)
         for fact in facts_of(name):
@@ -265,6 +281,7 @@ LATENT = f"model_type: deepseek_v3, {SMALL}, qk_nope_head_dim: 12, qk_rope_head_
         ("", False, 0.1 * 0.707 * math.log(40) + 1),
         (", qk_layernorm: False, rotary_scaling_factor: 10, mscale: 2", False, 0.2 * math.log(10) + 1),
         (", qk_layernorm: True, rotary_scaling_factor: 1", True, 1),
+        (", position_embedding_type: yarn", False, 0.1 * 0.707 * math.log(40) + 1),
         (", position_embedding_type: yarn, rotary_scaling_factor: 40", False, 0.1 * 0.707 * math.log(40) + 1),
         (", rope_scaling: {type: yarn, factor: 8}", False, 0.1 * 0.707 * math.log(8) + 1),
         (", rope_scaling: {type: yarn, factor: 8, mscale: 1, mscale_all_dim: 1}", False, 0.1 * math.log(8) + 1),
