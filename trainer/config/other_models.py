@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 _HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
@@ -27,8 +27,18 @@ DEEPSEEK_V4_KEYS = frozenset(
     .split()
 )
 """Keys of the parts of DeepSeek-V4, some of which DeepSeek-V3.2 has, too."""
+_SPARSE = ("experimental_attention_variant", "index_", "dsa_", "apply_dsa_")
+"""How those of DeepSeek-V3.2 begin."""
 
 _SUFFIX = "ForCausalLM"
+
+
+def parts_rule(names: Sequence[str]) -> str:
+    """Returns the rule for keys of `DEEPSEEK_V4_KEYS`, which names the model that they belong to."""
+    model = "DeepSeek-V4"
+    if all(name.startswith(_SPARSE) for name in names):
+        model = "DeepSeek-V3.2 and V4"
+    return f"not yet supported, a part of {model}: {', '.join(names)}"
 
 
 def unsupported_features(name: str) -> str:

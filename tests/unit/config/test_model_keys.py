@@ -68,6 +68,8 @@ def test_parts_of_deepseek_v4_are_one_error(schema) -> None:
     assert f"enable_hyper_connections: {rule}" in message and "enable_hc_head" not in message
     named = error_of(schema("model_type: deepseek_v4, enable_hyper_connections: True, hc_mult: 4"))
     assert "hyper-connections, attention is compressed and sparse" in named and "hc_mult" not in named
+    sparse = error_of(schema("experimental_attention_variant: dsa, dsa_indexer_topk: 64"))
+    assert "a part of DeepSeek-V3.2 and V4: experimental_attention_variant, dsa_indexer_topk" in sparse
     forced = "model: {arch: {type: LlamaForCausalLM}}\n" + older("model_type: deepseek_v4, hc_mult: 4")
     assert "a part of DeepSeek-V4: hc_mult" in error_of(forced)
 

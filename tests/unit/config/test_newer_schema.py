@@ -140,6 +140,8 @@ def test_every_section_becomes_ours():
     assert (config.checkpoint_monitor.save_checkpoint_steps, config.checkpoint_monitor.keep_checkpoint_max) == (50, 2)
     data = config.train_dataset
     assert data.input_columns == ["input_ids", "labels", "loss_mask", "position_ids"] and data.data_loader.shuffle
+    ahead = SMALL.replace("train_dataset:", "train_dataset:\n  prefetch_size: 3")
+    assert [load(text).train_dataset.prefetch_size for text in (ahead, SMALL)] == [3, 2]
     assert (config.decoder.num_layers, config.model.arch.type) == (4, "Qwen3ForCausalLM") and config.decoder.use_qk_norm
     assert recomputed_parts(config) == ("block", "block", "", "block")
     assert (config.context.deterministic, config.context.max_device_memory, config.context.mode) == ("ON", "58GB", 0)
@@ -309,6 +311,9 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
         ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.profile_cpu", 60),
     ):  # fmt: skip
         assert f"{key} (a.yaml:{line})" in told, key
+    loader = SMALL.replace("dataset_dir: stdlib", "dataset_dir: stdlib, python_multiprocessing: True")
+    assert "train_dataset.dataloader.python_multiprocessing (a.yaml:5): micro-batches are prepared" in notes(loader)
+    assert "context.mode (a.yaml:1): the flag --mode says it" in notes(SMALL.replace("CPU", "CPU, mode: 0"))
     assert "checkpoint.enable_save False: a checkpoint is still saved" in notes(
         f"checkpoint: {{enable_save: False}}\n{SMALL}"
     )

@@ -103,6 +103,13 @@ def test_a_wrong_size_of_a_batch_is_one_problem(value: str, told: str):
     assert message.startswith(f"a.yaml:2: training.global_batch_size = {told}"), message
 
 
+@pytest.mark.parametrize("key", ["calculate_per_token_loss", "micro_batch_num", "vocab_emb_dp", "seed"])
+def test_a_key_of_another_section_is_looked_for_in_this_schema_alone(key: str):
+    message = answer(f"{SMALL}  {key}: 2\n")
+    assert message.startswith(f"a.yaml:{ADDED}: model.{key}: unknown key in model.\n"), message
+    assert not any(older in message for older in ("runner_wrapper", "parallel_config", "callbacks.N", "at the top"))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [

@@ -45,6 +45,8 @@ def set_latent_attention(work: Translation, family: str, known: SourceClass) -> 
     if not all(type(value) in (int, float) for value in (*values.values(), *width)):
         return  # an error follows
     if "yarn" in (settings.get("position_embedding_type"), scaling.get("type"), scaling.get("rope_type")):
+        if not scaling and settings.keys().isdisjoint(_FACTORS):
+            work.set_key(f"{_MODEL}.rotary_scaling_factor", values["factor"], "model", place=place)
         if values["mscale"] != values["mscale_all_dim"]:
             rule = f"is not mscale_all_dim {values['mscale_all_dim']}: rotary angles {source} grow then, not yet here"
             where = next(entries[name].place for name in ("mscale", "rope_scaling", "model_type") if name in entries)

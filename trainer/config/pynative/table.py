@@ -292,6 +292,7 @@ ROWS = (
         when="train_dataset.dataloader"),
     Row("train_dataset.dataloader.column_names", "train_dataset.input_columns", when="train_dataset.dataloader"),
     Row("train_dataset.drop_remainder", "train_dataset.drop_remainder", "bool", True),
+    Row("train_dataset.prefetch_size", "train_dataset.prefetch_size", "int"),
     Row("model", _MODEL, "dict", {}, apply=_model),
     # Behind the model, whose layers it divides.
     Row("parallelism.pipeline_parallel_layers_per_stage", f"{_MODEL}.offset", "str|list", apply=set_stage_layers,

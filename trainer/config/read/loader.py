@@ -62,7 +62,7 @@ def parse_config(
         notes += translation.notes
     notes += move_to_canonical_sections(root)
     errors, override_notes = apply_overrides(root, overrides)
-    resolved = resolve(root)
+    resolved = resolve(root, source_places)
     add_model_folder(resolved)
     teacher, teacher_problems = read_teacher(resolved, name)
     errors += [*resolved.problems, *teacher_problems]

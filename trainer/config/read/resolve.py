@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from trainer.config.checks.problem import NO_VALUE, ConfigError, nearest, one_of, problem_at, unknown_key
 from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
-from trainer.config.other_models import DEEPSEEK_V4_KEYS, NOT_BUILT, effect_of, is_known_effect
+from trainer.config.other_models import DEEPSEEK_V4_KEYS, NOT_BUILT, effect_of, is_known_effect, parts_rule
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, look_up, plain
 from trainer.config.read.relocate import disagreement, merge_entries
 from trainer.config.schema.fields import (
@@ -55,6 +55,8 @@ class Resolved:
     notes: list[str] = field(default_factory=list)
     foreign: list[_Path] = field(default_factory=list)
     """Keys of DeepSeek-V4 that are set."""
+    places: Collection[str] = ()
+    """See `resolve`."""
 
     def value(self, key: str) -> Any:
         """Returns the value of a dotted key; None if there is none."""
@@ -95,14 +97,17 @@ class _Path:
         return problem_at(self.place, self.place.key or self.key, rule, fix, value)
 
 
-def resolve(root: Table) -> Resolved:
-    """Converts a tree into plain values, which are validated against the schema later."""
-    resolved = Resolved()
+def resolve(root: Table, places: Collection[str] = ()) -> Resolved:
+    """Converts a tree into plain values, which are validated against the schema later.
+
+    Args:
+        places: The places here of the keys that the schema of the file has; empty: it has all keys.
+    """
+    resolved = Resolved(places=places)
     resolved.data = _section(root, Config, _Path("", NO_LOCATION), resolved)
     is_named = resolved.value("model.model_config.model_type") == "deepseek_v4"
     if resolved.foreign and (not is_named or resolved.value("model.arch.type")):  # otherwise an error names the family
-        names = ", ".join(path.place.key.rpartition(".")[2] for path in resolved.foreign)
-        rule = f"not yet supported, a part of DeepSeek-V4: {names}"
+        rule = parts_rule([path.place.key.rpartition(".")[2] for path in resolved.foreign])
         resolved.problems.append(resolved.foreign[0].problem(rule, NOT_BUILT))
     return resolved
 
@@ -155,14 +160,21 @@ def _unknown(name: str, section: type[Section], path: _Path, below: _Path, resol
         if len(resolved.problems) <= _GUESSED:
             guess = nearest(name, list(names))
     elsewhere = [other for other in sections_with(name) if other != re.sub(r"\.\d+(?=\.|$)", ".N", path.key)]
+    if resolved.places:
+        elsewhere = [other for other in elsewhere if _is_below(f"{other}.{name}", resolved.places)]
     homes = ""
     if elsewhere:
         homes = f"write it in its section: {in_sections(name, elsewhere)}"
-    elif path.key and name in yaml_names(Config):
+    elif path.key and name in yaml_names(Config) and not resolved.places:
         homes = f"write {name} at the top level"
     acting = [key for key, info in fields_by_yaml_name(section).items() if support_of(info)[0] == "supported"]
     written_section, _, written_name = (below.place.key or below.key).rpartition(".")
     return unknown_key(below.place, written_section, written_name, guess, homes, acting)
+
+
+def _is_below(key: str, places: Collection[str]) -> bool:
+    """Returns whether a key is one of these places, or in a section among them, but not in an item of a list."""
+    return ".N." not in key and any(f"{key}.".startswith(f"{place}.") for place in places)
 
 
 def sections_with(name: str) -> list[str]:
