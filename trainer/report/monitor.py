@@ -59,7 +59,11 @@ class ReportMonitor(Monitor):
         try:
             write()
         except Exception as error:  # a finished run must not fail by an error of a drawing library
-            self._note(f"{self._folder / name} was not written: {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError) and cause.strerror:
+                reason = cause.strerror
+            self._note(f"{self._folder / name} was not written: {reason}")
 
     def _write_html(self) -> None:
         data = report_data(self._reader.read(), self._interval)
