@@ -20,7 +20,8 @@ def without_network(folder: Path, script: str) -> subprocess.CompletedProcess[st
     home.mkdir()
     command = ["unshare", "--map-root-user", "--mount", "--net", "bash", "-c",
                f"mount -t tmpfs -o ro none '{home}' && ip link set lo up || exit 77\n{script}"]  # fmt: skip
-    environment = {"HOME": str(home), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+    environment = {"HOME": str(home), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8",
+                   "MPLBACKEND": "module://of_a_notebook"}  # fmt: skip
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
     except FileNotFoundError:

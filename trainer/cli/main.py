@@ -74,6 +74,7 @@ def program() -> None:
         os._exit(EXIT_RUN_FAILED)
 
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it would look for some in every installed package
+    os.environ["MPLBACKEND"] = "agg"  # a notebook hands its own on, which this interpreter may not have
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells where its cache is if no home can be written
     atexit.register(exit_at_once)  # the first that is registered runs last
     try:
