@@ -146,7 +146,7 @@ class FamilyModel:
         for name, shape in adapter_shapes(config.decoder).items():
             module, _, factor = name.removesuffix(".weight").rpartition(".lora_")
             sides.setdefault(module, {})[factor] = shape["BA".index(factor)]
-        told = "".join(rule_notes(config, "CPU"))
+        told = "".join(rule_notes(config))
         for pieces in FAMILIES[self.described["architectures"][0]].joined_tensors.values():
             adapted = [name for name in sides if name.endswith(tuple(f".{piece}" for piece in pieces))]
             last = " and ".join(piece.rpartition(".")[2] for piece in pieces)

@@ -16,13 +16,13 @@ import pytest
 TRAINER = Path(__file__).resolve().parents[2] / "trainer"
 
 CEILINGS = {
-    "tuple assignments of separate values": 1,
-    "conditional expressions": 136,
+    "tuple assignments of separate values": 0,
+    "conditional expressions": 134,
     "function docstrings whose first word is no verb": 0,
     "docstrings that begin with The same, As, Of, Those, See or What": 0,
     "variables and parameters of home-made words": 15,
     "functions named by a preposition or a participle": 5,
-    "public functions without a docstring": 201,
+    "public functions without a docstring": 199,
 }
 
 HOME_MADE = {

@@ -289,6 +289,11 @@ def test_empty_sections_mean_their_defaults():
         ("epochs: 3\n", "epochs", "runner_config.epochs"),
         ("optimizer:\n  warmup_steps: 3\n", "optimizer.warmup_steps", "in its section: lr_schedule.warmup_steps"),
         ("model_config: {max_grad_norm: 3}\n", "model_config.max_grad_norm", "runner_wrapper.max_grad_norm"),
+        ("optimizer: {lr: 3}\n", "optimizer.lr", "you probably mean optimizer.learning_rate"),  # as others say
+        ("lr: 3\n", "lr", "write it in its section: lr_schedule.learning_rate"),
+        ("num_train_epochs: 3\n", "num_train_epochs", "runner_config.epochs"),
+        ("micro_batch_size: 3\n", "micro_batch_size", "runner_config.batch_size, "),
+        ("model: {model_config: {bf16: True}}\n", "model.model_config.bf16", "model.model_config.compute_dtype"),
         ("zzz: 3\n", "zzz", "remove it"),
         ("model: {settings: {}}\n", "model.settings", "remove it"),
     ],
@@ -312,7 +317,13 @@ def test_unknown_keys_name_the_nearest(text, key, fix):
             "optimizer: {type: AdamWeightDecay}\n",
             ["optimizer.type = 'AdamWeightDecay': must be AdamW, PmaAdamW, SGD or Muon"],
         ),
-        ("model: {arch: {type: GPT}}\n", ["model.arch.type = 'GPT': must be LlamaForCausalLM, Qwen2ForCausalLM, "]),
+        (
+            "model: {arch: {type: GPT}}\n",
+            ["model.arch.type = 'GPT': must be LlamaForCausalLM, Qwen2ForCausalLM, ", "write one of these"],
+        ),
+        ("model: {arch: {type: Qwen2Moe}}\n", ["write Qwen2MoeForCausalLM."]),
+        ("model: {arch: {type: GPTForCausalLM}}\n", ["write one of these"]),  # only the ending is alike
+        ("do_eval: maybe\n", ["must be true or false", "Default false"]),
     ],
 )
 def test_unknown_types_list_the_known_ones(text, parts):

@@ -211,10 +211,10 @@ _LEAKS = Note("context.mode 1 is for debugging: on a CPU, MindSpore leaks about 
               " micro-batch; context.mode 0 does not", "ignored")
 
 
-def rule_notes(config: Config, device: str) -> list[str]:
+def rule_notes(config: Config) -> list[str]:
     """Returns the notes that do not depend on the number of ranks."""
     unused = [Note(text, "ignored") for text in _unused(config)]
-    dtypes = [Note(text, "dtype") for text in _precision(config, device)]
+    dtypes = [Note(text, "dtype") for text in _precision(config)]
     recomputed = [Note(text, "ignored") for text in recompute_notes(config)]  # the numbers are the same
     return [*unused, *dtypes, *_run(config), *_mixture(config), *adapter_notes(config), *loader_notes(config),
             *recomputed]
@@ -231,7 +231,7 @@ def mode_notes(config: Config, world: World, device: str) -> Iterator[Note]:
         yield _LEAKS
 
 
-def _precision(config: Config, device: str) -> Iterator[str]:
+def _precision(config: Config) -> Iterator[str]:
     level = config.amp_level
     settings = config.decoder
     keys: dict[str, dict[str, None]] = {"float16": {}, "bfloat16": {}, "float32": {}}

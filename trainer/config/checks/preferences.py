@@ -41,7 +41,7 @@ def loss_problems(config: Config, world: World, on_arrays: bool) -> list[ConfigE
         *_key_problems(config),
         *preference_problems(config, world, on_arrays),
         *distillation_problems(config, world, on_arrays),
-        *term_problems(config, world, on_arrays),
+        *term_problems(config, on_arrays),
     ]
 
 
@@ -116,7 +116,7 @@ def distillation_problems(config: Config, world: World, on_arrays: bool) -> Iter
         yield problem(config, _TEACHER, rule, "name a teacher with the model's vocabulary and tokenizer")
 
 
-def term_problems(config: Config, world: World, on_arrays: bool) -> Iterator[ConfigError]:
+def term_problems(config: Config, on_arrays: bool) -> Iterator[ConfigError]:
     """Yields one error for each key about loss or embeddings of a training that something else does not support.
 
     Args:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from trainer.config.checks.problem import ConfigError, nearest, one_of, problem_at
 from trainer.config.location import NO_LOCATION
 from trainer.config.other_models import unsupported_features
+from trainer.config.read.model_folder import CAUSAL
 from trainer.config.read.relocate import fields_at
 from trainer.config.schema.fields import fix_of, shape_of, types_of
 from trainer.config.schema.root import Config, ConfigSource
@@ -24,6 +25,7 @@ _KINDS = {
     "model_attributes_type": "a section", "none_required": "null", "finite_number": "a finite number",
 }  # fmt: skip
 _DEFAULT = re.compile(r"Default .*$")
+_BOOLEANS = re.compile(r"\b(True|False)\b")
 _BOUNDS = {
     "greater_than": ("greater than {gt}", "a number above {gt}"),
     "greater_than_equal": ("at least {ge}", "{ge} or more"),
@@ -37,6 +39,8 @@ _BOUNDS = {
 """Kinds of errors -> what the value must be, and what to write."""
 _OPEN_BOUNDS = ("greater_than", "less_than")
 """The bounds that are themselves not allowed, so that an example helps."""
+_REPEATED = 8
+"""The fix repeats at most so many allowed values of the rule before it."""
 _SMALL = 0.1
 """The distance of an example from a bound."""
 
@@ -162,9 +166,11 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any, source: ConfigSour
     if names and isinstance(value, str):
         if path[-2:] == ("arch", "type") and (unlike := unsupported_features(value)):
             return f"use another model; unlike in a Llama, {unlike}"
-        guess = nearest(value, names)
+        guess = nearest(value.removesuffix(CAUSAL), [name.removesuffix(CAUSAL) for name in names])
         if guess:
-            return f"write {guess}"
+            return f"write {guess}{CAUSAL * (guess not in names)}"
+        if len(names) > _REPEATED:
+            return "write one of these"
         if len(names) > 1:
             return f"write one of {one_of(names)}"
         return f"write {names[0]}"
@@ -248,7 +254,7 @@ def describe(path: tuple[str, ...], default: Any = ...) -> str:
     description = field.description or ""
     if default is not ...:
         description = _DEFAULT.sub(f"Default {default}", description)
-    return f"{name}: {description}".rstrip(".")
+    return f"{name}: {_BOOLEANS.sub(lambda match: match[0].lower(), description)}".rstrip(".")
 
 
 def _declaration(path: tuple[str, ...]) -> FieldInfo | None:

@@ -151,5 +151,5 @@ def config_notes(
     ignored = [Note(text, "ignored") for text in ignored_notes(config)]
     parallel = [Note(text, "parallel") for text in parallel_notes(config, world)]
     modes = mode_notes(config, world, device)
-    notes = [*config.source.notes, *ignored, *rule_notes(config, device), *modes, *parallel, *others]
+    notes = [*config.source.notes, *ignored, *rule_notes(config), *modes, *parallel, *others]
     return [Note(config.source.name_keys(note), getattr(note, "kind", "results")) for note in notes]

@@ -37,10 +37,12 @@ _ELSEWHERE = {
     "tensor_parallel": "model_parallel", "tensor_model_parallel_size": "model_parallel",
     "pipeline_parallel": "pipeline_stage", "pipeline_model_parallel_size": "pipeline_stage",
     "context_parallel_size": "context_parallel", "expert_model_parallel_size": "expert_parallel",
-    "sequence_parallel": "use_seq_parallel",
+    "sequence_parallel": "use_seq_parallel", "lr": "learning_rate", "min_lr": "lr_end",
+    "lr_warmup_steps": "warmup_steps", "num_train_epochs": "epochs", "train_iters": "max_steps",
+    "micro_batch_size": "batch_size", "per_device_train_batch_size": "batch_size", "seq_len": "seq_length",
+    "clip_grad": "max_grad_norm", "bf16": "compute_dtype",
 }  # fmt: skip
-"""Names of keys in the newer schema, Megatron-LM and others -> their names here."""
-
+"""Names of keys in the newer schema, Megatron-LM, Hugging Face and others -> their names here."""
 
 _ABSENT = object()
 
@@ -154,17 +156,18 @@ def _merged(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
 def _unknown(name: str, section: type[Section], path: _Path, below: _Path, resolved: Resolved) -> ConfigError:
     """Returns the problem of an unknown key, with the key that was probably meant or the sections that have it."""
     names = yaml_names(section)
-    guess = _ELSEWHERE.get(name, "")
-    if guess not in names:
-        guess = ""
-        if len(resolved.problems) <= _GUESSED:
-            guess = nearest(name, list(names))
-    elsewhere = [other for other in sections_with(name) if other != re.sub(r"\.\d+(?=\.|$)", ".N", path.key)]
+    ours = _ELSEWHERE.get(name, name)
+    guess = ""
+    if ours in names:
+        guess = ours
+    elif len(resolved.problems) <= _GUESSED:
+        guess = nearest(name, list(names))
+    elsewhere = [other for other in sections_with(ours) if other != re.sub(r"\.\d+(?=\.|$)", ".N", path.key)]
     if resolved.places:
-        elsewhere = [other for other in elsewhere if _is_below(f"{other}.{name}", resolved.places)]
+        elsewhere = [other for other in elsewhere if _is_below(f"{other}.{ours}", resolved.places)]
     homes = ""
-    if elsewhere:
-        homes = f"write it in its section: {in_sections(name, elsewhere)}"
+    if elsewhere and guess != ours:
+        homes = f"write it in its section: {in_sections(ours, elsewhere)}"
     elif path.key and name in yaml_names(Config) and not resolved.places:
         homes = f"write {name} at the top level"
     acting = [key for key, info in fields_by_yaml_name(section).items() if support_of(info)[0] == "supported"]

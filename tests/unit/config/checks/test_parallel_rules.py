@@ -504,7 +504,7 @@ def test_terms_noise_and_weights_say_at_once_what_they_lack(key: str) -> None:
     def lacking(*others: str) -> str:
         config = load(BASE, *mine, *others)
         native = on_arrays(config, "CPU", SINGLE_PROCESS)
-        messages = [str(each.error) for each in term_problems(config, SINGLE_PROCESS, native)]
+        messages = [str(each.error) for each in term_problems(config, native)]
         assert len(messages) <= 1 and all(key in message for message in messages)
         return "".join(messages)
 
