@@ -82,7 +82,7 @@ def main() -> int:
         print(f"{len(results)} cases, {failed} differences")
         return int(failed > 0)
     content = {"transformers": transformers.__version__, "torch": torch.__version__, "cases": results}
-    cases.PATH.write_text(json.dumps(content, indent=1) + "\n")
+    cases.PATH.write_text(json.dumps(content) + "\n")
     return 0
 
 
