@@ -6,13 +6,12 @@ import math
 
 import numpy as np
 import pytest
+from golden_distillation_cases import summary
+from golden_merges_cases import BASE, CASES, MODELS, MergeCase, load_results
 from tolerances import OPERATOR
 
 from trainer.checkpoint.averages import linear, slerp, task_arithmetic, ties
 
-RANDOM = np.random.default_rng(3)
-BASE = RANDOM.standard_normal((7, 11)).astype(np.float32)
-MODELS = [BASE + RANDOM.standard_normal(BASE.shape).astype(np.float32) * np.float32(0.3) for _ in range(3)]
 WEIGHTS = (0.5, 1.25, 0.3)
 
 
@@ -62,3 +61,21 @@ def test_ties_trims_elects_and_merges(density: float) -> None:
 def test_ties_of_nothing_is_the_base() -> None:
     np.testing.assert_array_equal(ties(BASE, MODELS, WEIGHTS, 1.0, 0.0), BASE)
     np.testing.assert_array_equal(ties(BASE, [BASE, BASE], (1, 1), 1.0, 0.5), BASE)
+
+
+def merged(case: MergeCase) -> np.ndarray:
+    if case.method == "slerp":
+        return slerp(MODELS[0], MODELS[1], case.t)
+    if case.method == "linear":
+        return linear(MODELS, case.weights)
+    if case.method == "task_arithmetic":
+        return task_arithmetic(BASE, MODELS, case.weights, case.scale)
+    return ties(BASE, MODELS, case.weights, case.scale, case.density)
+
+
+def test_merged_tensors_are_those_of_mergekit() -> None:
+    """scripts/golden_merges.py ran mergekit."""
+    found = np.array([summary(merged(case)) for case in CASES])
+    right = np.array(load_results())
+    assert len({*np.round(right[:, 1], 3)}) == len(CASES)
+    assert close(found, right)
