@@ -109,6 +109,15 @@ def test_a_section_that_the_file_lacks_is_made():
     assert load("eval_dataset: null\nrunner_config:\n", "eval_dataset.max_batches=3").eval_dataset.max_batches == 3
 
 
+def test_an_item_of_an_empty_list_is_told_as_it_can_be_written():
+    with pytest.raises(UserError) as caught:
+        parse_config("a.yaml", "seed: 1\n", [Override("callbacks.0.save_checkpoint_steps", "3", "flag")])
+    fix = "write the list, for example --callbacks '[{type: CheckpointMonitor, save_checkpoint_steps: 3}]'"
+    assert caught.value.fix == fix
+    written = Override("callbacks", "[{type: CheckpointMonitor, save_checkpoint_steps: 3}]", "flag")
+    assert parse_config("a.yaml", "seed: 1\n", [written]).checkpoint_monitor.save_checkpoint_steps == 3
+
+
 def test_an_override_only_where_its_section_is_present():
     override = Override("eval_dataset.data_loader.num_samples", "3", "flag --num_samples", only_if_present=True)
     assert parse_config("a.yaml", "seed: 1\n", [override]).eval_dataset is None

@@ -23,7 +23,15 @@ from trainer.config.read.nodes import (
 )
 from trainer.config.read.relocate import canonical_key, default_node, fields_at
 from trainer.config.read.yaml_reader import MAX_LEVELS, MAX_VALUES, TooLarge, check_size, parse_value
-from trainer.config.schema.fields import Section, Shape, aliases_of, fields_by_yaml_name, scalar_kinds, shape_of
+from trainer.config.schema.fields import (
+    Section,
+    Shape,
+    aliases_of,
+    fields_by_yaml_name,
+    scalar_kinds,
+    shape_of,
+    types_of,
+)
 from trainer.config.schema.root import Config
 from trainer.errors import UserError, shorten_repr
 
@@ -111,6 +119,8 @@ def _apply(root: Table, override: Override, place: SourceLocation, value: Entry)
             if not key.isdecimal() or int(key) >= len(node.entries):
                 rule = f"{path} is a list without item {key!r} (valid: {_valid_indices(len(node.entries))})"
                 fix = "use a valid index, or give the whole list as [...]"
+                if not node.entries and (item := _first_item(shape, keys[depth + 1 :], override)):
+                    fix = f"write the list, for example --{path} '[{item}]'"
                 raise UserError(rule, where=place.text, key=override.key, fix=fix)
             entry = node.entries[int(key)]
         elif isinstance(node, Table):
@@ -120,6 +130,15 @@ def _apply(root: Table, override: Override, place: SourceLocation, value: Entry)
             raise UserError(rule, where=place.text, key=path, fix=f"set {path} itself")
         path_keys.append(key)
     return _set(root, ".".join(path_keys), entry, value)
+
+
+def _first_item(shape: Shape, keys: Sequence[str], override: Override) -> str:
+    """Returns an item of a list that has the key of an override, as YAML; empty if no single type of item has it."""
+    kinds = [kind for kind in shape.kinds if kind.support == "supported"]
+    types = [types_of(kind)[0] for kind in kinds if len(keys) == 1 and keys[0] in fields_by_yaml_name(kind)]
+    if len(types) == 1:
+        return f"{{type: {types[0]}, {keys[0]}: {override.text}}}"
+    return ""
 
 
 def _valid_indices(count: int) -> str:
