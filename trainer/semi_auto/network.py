@@ -442,7 +442,7 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
     state = "whole on every rank"
     if network._enable_parallel_optimizer:
         threshold = network._parallel_optimizer_threshold
-        state = f"shared by data-parallel ranks (hsdp, {zero_level(config)}), of parameters from {threshold} KB"
+        state = f"shared by data-parallel ranks (hsdp, {zero_level(config)}), of parameters from {threshold} KiB"
     rows = [
         ("network", " ( ".join(_name(cell) for cell in cells) + " )" * (len(cells) - 1)),
         ("mode", mode),

@@ -156,7 +156,7 @@ def _row(search: LayoutSearch, candidate: Candidate) -> tuple[str, ...]:
     return (
         layout.text, offset_text(layout), layout.level or "none", layout.recomputed,
         f"{layout.micro_batches} x {layout.rows}", memory, _seconds_text(time.seconds), f"{search.bubble(layout):.1%}",
-        f"{time.sent_bytes / 1e9:.3g} GB", f"{tokens:,.0f}",
+        memory_text(time.sent_bytes), f"{tokens:,.0f}",
     )  # fmt: skip
 
 
