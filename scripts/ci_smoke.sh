@@ -17,9 +17,11 @@ against="${AGAINST:-HEAD~1}"
 reports="${REPORTS:-smoke-reports}"
 python="${PYTHON:-$root/.venv/bin/python}"
 
-# A checkout of one commit does not have the other version.
+# A checkout of one commit, or of one branch, does not have the other version.
 if ! git cat-file -e "$against^{commit}" 2>/dev/null; then
-    git fetch --quiet --depth=1 origin "$against"
+    depth=()
+    if [ "$(git rev-parse --is-shallow-repository)" = true ]; then depth=(--depth=1); fi
+    git fetch --quiet ${depth[@]+"${depth[@]}"} origin "${against#origin/}"
     if ! git cat-file -e "$against^{commit}" 2>/dev/null; then against=FETCH_HEAD; fi
 fi
 mkdir -p "$reports"

@@ -89,6 +89,20 @@ def test_the_action_smokes_what_a_pull_request_changes(repository: Path, tmp_pat
     assert sorted(path.name for path in (clone / "smoke-reports").iterdir()) == ["smoke.md", "smoke.xml"]
 
 
+@pytest.mark.parametrize("depth", [["--depth=1"], []], ids=["one commit", "one branch"])
+def test_a_checkout_that_has_no_other_branch_fetches_it(repository: Path, tmp_path: Path, depth: list[str]):
+    """As Jenkins checks out a change, which is compared with origin/main."""
+    git(repository, "checkout", "-qb", "change")
+    (repository / "wrong.yaml").write_text(INVALID + "seed: 3\n")
+    git(repository, "commit", "-qam", "three")
+    clone = tmp_path / "clone"
+    command = ["git", "clone", "-q", "--single-branch", "--branch", "change", *depth, f"file://{repository}"]
+    subprocess.run([*command, str(clone)], check=True)
+    done = run_action(clone, tmp_path, against="origin/main", python=sys.executable)
+    assert done.returncode == 2, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["INVALID", "wrong.yaml"]]
+
+
 def test_a_pull_request_without_training_files_passes(repository: Path, tmp_path: Path):
     (repository / "notes.yaml").write_text("a: 2\n")
     git(repository, "commit", "-qam", "three")
