@@ -230,6 +230,22 @@ def test_keys_of_muon_that_change_nothing_and_those_that_would():
     assert "comm_strategy" in notes(SMALL + inert.replace("allgather", "allgather_deredundency"))
 
 
+@pytest.mark.parametrize(
+    ("keys", "kind", "note"),
+    [
+        ("", "Muon", "Muon: MindSpore Transformers has it only for multi-head latent"),
+        ("  multi_latent_attention: True\n", "Muon", ""),
+        ("  kv_lora_rank: 8\n", "muon", ""),
+        ("", "SGD", "SGD: MindSpore Transformers' PynativeTrainer does not have it"),
+        ("", "AdamW", ""),
+    ],
+)
+def test_an_optimizer_that_its_trainer_refuses_is_a_note(keys: str, kind: str, note: str):
+    text = SMALL.replace("  model_type: qwen3\n  architectures: Qwen3ForCausalLM\n", "")
+    told = notes(f"{text}{keys}optimizer: {{type: {kind}}}\n")
+    assert note in told and any(part in told for part in ("has it only for", "does not have it")) == bool(note)
+
+
 def test_eps_and_betas_of_muon_are_those_of_newton_schulz_and_none():
     """Checks the keys against the arguments of mindformers/pynative/optimizer/muon.py, which swallows `betas`."""
     both = load(SMALL + "optimizer: {type: Muon, betas: [0.8, 0.9], eps: 1.e-9, adamw_eps: 1.e-6}\n").optimizer

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.checks.problem import problem_at
-from trainer.config.families import FAMILIES, SourceClass
+from trainer.config.families import FAMILIES, SourceClass, has_latent_attention, named_family
 from trainer.config.pynative.work import Translation
 from trainer.config.read.relocate import parent
 from trainer.config.schema.fields import yaml_names
-from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.model import LATENT_SIZES, ModelConfig
 
 _MODEL = "model.model_config"
 _FACTORS = ("rotary_scaling_factor", "scaling_factor")
 _SCALE_KEYS = (*_FACTORS, "mscale", "mscale_all_dim")
 _DEFAULTS = {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
 """The defaults of its MLATransformerConfig."""
+
+
+def asks_for_latent_attention(settings: Mapping[str, Any]) -> bool:
+    """Returns whether a section ``model`` is that of multi-head latent attention."""
+    family, _ = named_family(settings)
+    if family:
+        return has_latent_attention(family, settings)
+    if "multi_latent_attention" in settings:
+        return settings["multi_latent_attention"] is True
+    return any(settings.get(name) is not None for name in LATENT_SIZES)
 
 
 def set_latent_attention(work: Translation, family: str, known: SourceClass) -> None:

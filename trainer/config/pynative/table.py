@@ -23,7 +23,7 @@ from trainer.config.pynative.degrees import (
     set_stage_layers,
     set_ulysses_degree,
 )
-from trainer.config.pynative.latent import set_latent_attention
+from trainer.config.pynative.latent import asks_for_latent_attention, set_latent_attention
 from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Entry, Items, Table, plain, tree
 from trainer.config.read.rows import Row, Transform, reverse
@@ -80,8 +80,15 @@ def _saving(work: Translation, row: Row) -> None:
 
 def _optimizer(work: Translation, row: Row) -> None:
     table = work.table(row.old)
-    if work.values["optimizer.type"] == "Muon":
+    kind = work.values["optimizer.type"]
+    if kind == "Muon":
         _rename_muon(work, table)
+    if kind == "SGD":
+        text = "optimizer.type SGD: MindSpore Transformers' PynativeTrainer does not have it"
+        work.notes.append(Note(text, "parallel"))
+    elif kind == "Muon" and not asks_for_latent_attention(work.values["model"]):
+        text = "optimizer.type Muon: MindSpore Transformers has it only for multi-head latent attention"
+        work.notes.append(Note(text, "parallel"))
     work.set_key(row.new, table, row.old)
 
 
