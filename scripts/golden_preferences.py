@@ -79,7 +79,8 @@ def train(kind: str, folder: Path) -> dict[str, list[float]]:
         learning_rate=cases.LEARNING_RATE, lr_scheduler_type="constant", adam_beta1=cases.BETAS[0],
         adam_beta2=cases.BETAS[1], adam_epsilon=cases.EPSILON, weight_decay=cases.WEIGHT_DECAY,
         max_grad_norm=cases.CLIP, max_length=60, use_cpu=True, bf16=False, gradient_checkpointing=False,
-        logging_steps=1, disable_tqdm=True, save_strategy="no", report_to="none", disable_dropout=True, **section, **more,
+        logging_steps=1, disable_tqdm=True, save_strategy="no", report_to="none", disable_dropout=True,
+        **section, **more,
     )  # fmt: skip
     losses: list[float] = []
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint.documents import DataLayout
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.mindformers.folders import Source, find_source
-from trainer.checkpoint.mindformers.training import Counters, open_moments, open_training, read_counters
+from trainer.checkpoint.mindformers.training import Counters, open_moments, open_state, read_counters
 from trainer.checkpoint.state import (
     Position,
     ResumedCheckpoint,
@@ -47,7 +47,9 @@ def read_training(
     try:
         return _taken_over(source, config, layout, parts, world, where)
     except UserError as error:
-        raise (error if error.where else error.with_location(where, _KEY)) from error
+        if error.where:
+            raise
+        raise error.with_location(where, _KEY) from error
 
 
 def _taken_over(
@@ -62,7 +64,7 @@ def _taken_over(
     path = source.path
     counters = read_counters(source)
     position = _position(counters, config, layout, path)
-    arrays, open_arrays = open_training(source, config, where, world)
+    arrays, open_arrays = open_state(source, config, where, world)
     unused, _ = unused_modules(arrays, config.decoder)
     used = {name: array for name, array in arrays.items() if name not in unused}
     weights = fitting_weights(used, config.network, path, where, _KEY, parts)

@@ -54,7 +54,7 @@ class _Common(LenientModel):
     consumed_samples: Count | None = None
 
 
-def open_training(
+def open_state(
     source: Source, config: Config, where: str, world: World
 ) -> tuple[dict[str, ArrayOrLazyArray], OpenArrays]:
     """Opens the weights, in float32 where the optimizer has a copy, and makes the function that opens other arrays."""
