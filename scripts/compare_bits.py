@@ -82,6 +82,9 @@ CASES: dict[str, Case] = {
     "yarn": Case({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}),
     "tied": Case({"tie_word_embeddings": True}),
     "norms after": Case({"post_self_attn_layernorm": True, "post_mlp_layernorm": True}),
+    "caps": Case({"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "n_kv_heads": 2, "seq_length": 300}),
+    "sinks": Case({"attention_sinks": True, "n_kv_heads": 2, "seq_length": 300}, PACKED),
+    "side by side": Case({"parallel_attn": True}),
     "mapped embedding": Case({"embedding_size": 16, "layers_group": 2}),
     "Mixtral": Case({"moe_config": EXPERTS | {"norm_topk_prob": True}}),
     "Qwen3-MoE": Case({"use_qk_norm": True, "n_kv_heads": 2, "moe_config": EXPERTS | {
