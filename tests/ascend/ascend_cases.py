@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 from trainer.config.schema.data import IMAGES
 from trainer.dryrun.process import TRAIN, Case
 
-LEGACY = {"AddN": "MindSpore's differentiation of a compiled block adds gradients with it"}
-"""Kernels of CANN's legacy library that remain in explicit mode, with their reasons; docs/ascend.md says the same."""
-
-LEGACY_OF_GRAPH = frozenset(("AddN", "Gather", "OneHot", "RealDiv", "StridedSlice", "UnsortedSegmentSum"))
+LEGACY_OF_GRAPH = frozenset(("Gather", "OneHot", "RealDiv", "StridedSlice", "UnsortedSegmentSum"))
 LEGACY_OF_STAGES = frozenset(("Assign", "AssignAdd", "TensorMove", "ZerosLike"))
-"""Those of dense models in semi-automatic mode, and beside them of its pipelines and sums over
-micro-batches."""
+"""Kernels of CANN's legacy library that dense models start in semi-automatic mode, and those that start beside them in
+its pipelines and sums over micro-batches. In explicit mode there are none; docs/ascend.md says the same."""
 
 _SWITCHES = {
     "compute_dtype": "bfloat16", "use_flash_attention": True, "use_fused_rope": True, "use_fused_swiglu": True,

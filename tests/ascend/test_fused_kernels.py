@@ -1,4 +1,4 @@
-"""Which kernels an Ascend is given: current ones (aclnn), and no legacy ones (ACLOP) but those with a reason.
+"""Which kernels an Ascend is given: current ones (aclnn), and no legacy ones (ACLOP).
 
 A kernel is prepared once in a process, so that a legacy one shows only in the first case that meets it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import DENSE, EXPERTS, LEGACY, on_ascend
+from ascend_cases import DENSE, EXPERTS, on_ascend
 
 from trainer.config.schema.data import IMAGES
 from trainer.dryrun.process import Measurement
@@ -73,8 +73,4 @@ def test_it_runs_with_current_kernels(bench: Bench, name: str) -> None:
     found = bench(name)
     assert found.failure is None
     assert found.found.get("updated", True), found.found
-    assert found.legacy.keys() <= LEGACY.keys()
-
-
-def test_the_reasons_are_of_kernels_that_are_there(bench: Bench) -> None:
-    assert set().union(*(bench(name).legacy for name in CASES)) == LEGACY.keys()
+    assert not found.legacy

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ascend_cases import LEGACY, OnAscend
+from ascend_cases import OnAscend
 from fork_server import REPOSITORY
 
 from trainer.dryrun.process import Case, Measurement
@@ -39,5 +39,5 @@ def test_a_file_of_the_newer_schema_trains(bench: Callable[[str], Measurement], 
     found = bench(name)
     assert found.failure is None
     assert found.found["updated"]
-    assert found.legacy.keys() <= LEGACY.keys()
+    assert not found.legacy
     assert ("AllToAllV" in {each.name for each in found.collectives}) == (name == "expert_parallel")

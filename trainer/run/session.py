@@ -19,6 +19,7 @@ from trainer.checkpoint.weights import open_teacher_weights
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import (
     parallel_degrees,
+    runs_semi_auto,
     shard_threshold_bytes,
     sharding_ranks,
     shards_optimizer,
@@ -38,6 +39,7 @@ from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.models.spec.names import is_buffer
 from trainer.models.spec.shapes import parameter_shapes
+from trainer.ops.ascend.gradient_sums import sum_gradients_with_add
 from trainer.ops.context import context_parallel_kernels
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import on_arrays, precision_of, select_kernels
@@ -391,6 +393,7 @@ def set_up_device(config: Config, device: str, world: World = SINGLE_PROCESS) ->
         if world.size > 1:
             device_id = world.local_rank
         mindspore.set_device(device, device_id)
+        sum_gradients_with_add(in_one_graph=runs_semi_auto(config, world))
         _make_calls(device_calls(config, device))
 
 
