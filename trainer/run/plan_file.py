@@ -177,6 +177,8 @@ def plan_file(
             return prepare_run(config, world).plan
         device = planned_device(config)
         raise_problems(loss_problems(config, world, on_arrays(config, device, world)))
+        if not has_sizes:
+            config = _with_equal_stages(config)
         memory_bytes = _memory(config, world)
         plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress(), opens_data and not missing)
         if opens_data:
@@ -295,6 +297,12 @@ def _dataset_exists(path: str) -> bool:
     """Returns whether a path is a file, a folder, or the prefix of Megatron-LM's .bin and .idx files."""
     expanded = Path(path).expanduser()
     return path == "stdlib" or expanded.exists() or expanded.with_name(f"{expanded.name}.idx").exists()
+
+
+def _with_equal_stages(config: Config) -> Config:
+    """Returns the configuration without offset, whose layers are those of a model that is not on this machine."""
+    model = config.model.model_copy(update={"settings": config.decoder.model_copy(update={"offset": 0})})
+    return config.model_copy(update={"model": model})
 
 
 def _without_sizes(config: Config, plan: Plan, notes: list[Note]) -> Plan:

@@ -248,6 +248,8 @@ def test_a_model_folder_that_is_elsewhere_leaves_the_sizes_open():
     assert plan.ranks == 8 and not plan.memory_bytes and plan.steps.schedule == "CosineWithWarmUpLR"
     assert "pretrained_model_dir /path/to/model" in "\n".join(plan.notes)
     assert "weights  not known" in sections_text(plan_sections(plan, verbose=False))
+    assert "offset: 0" in TEMPLATE  # layers of the real model: those of the defaults are fewer
+    assert plan_of(TEMPLATE.replace("offset: 0", "offset: [9, 9]")).steps == plan.steps
     here = failure(lambda: plan_of(TEMPLATE.replace('{device_target: "Ascend"}', '{device_target: "CPU"}')))
     assert "there is no such folder" in here
 
