@@ -200,7 +200,9 @@ def write_iteration(
         files = [{} for _ in range(size * stages)]
         for (name, array), local in itertools.product(arrays.items(), range(size)):
             rank = local + size * _stage(name, stages)
-            tensor_map = maps(_parameter_of(name), array)
+            tensor_map: TensorMap = ((),)
+            if name != "global_step":
+                tensor_map = maps(_parameter_of(name), array)
             shard, number = _shard(array, tensor_map, matrix, local)
             key = str((name, (number,)))
             about = tensors.setdefault(name, {

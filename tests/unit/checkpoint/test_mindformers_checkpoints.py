@@ -319,6 +319,9 @@ def test_the_fused_optimizer_counts_from_below_zero(tmp_path: Path) -> None:
     assert resumed(folder).updates == 4
     save_file(load_file(file) | {"global_step": np.array([9], np.int32)}, file)
     assert "is at step 4, and its optimizer has done 9 updates" in failure(lambda: resumed(folder))
+    for number in (np.zeros(0, np.int32), np.array([np.nan], np.float32)):
+        save_file(load_file(file) | {"global_step": number}, file)
+        assert "the position of its training cannot be read: " in failure(lambda: resumed(folder))
 
 
 @pytest.mark.parametrize(

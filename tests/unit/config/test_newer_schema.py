@@ -167,6 +167,8 @@ def test_what_is_left_out_has_the_defaults_of_that_schema():
 def test_weights_are_loaded_or_a_run_is_resumed():
     resumed = load(f"checkpoint: {{load_path: some/folder}}\n{SMALL}")
     assert (resumed.load_checkpoint, resumed.resume_training) == ("some/folder", True)
+    told = notes(f"checkpoint: {{load_path: some/folder}}\n{SMALL}")
+    assert "checkpoint.no_load_optim False: continues" in told and "the other value starts over" in told
     weights = load(f"checkpoint: {{load_path: some/folder, no_load_optim: True}}\n{SMALL}")
     assert (weights.load_checkpoint, weights.resume_training) == ("some/folder", False)
 

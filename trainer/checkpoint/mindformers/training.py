@@ -94,7 +94,7 @@ def read_counters(source: Source) -> Counters:
     """Reads how far the training of a checkpoint is; raises a UserError if its files do not say it."""
     try:
         return _counters(source)
-    except (JsonError, OSError, safetensors.SafetensorError) as error:
+    except (OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
         rule = f"the position of its training cannot be read: {getattr(error, 'strerror', None) or error}"
         fix = f"copy the complete folder, or {_FROM_WEIGHTS}"
         raise UserError(rule, value=str(source.path), fix=fix) from None
@@ -129,5 +129,5 @@ def _numbers(files: Iterable[Path], names: Iterable[str]) -> dict[str, int]:
         file = TensorFile(path)
         for name in names:
             if name in file.entries and name not in numbers:
-                numbers[name] = int(file.tensor(name).read().reshape(-1)[0])
+                numbers[name] = int(file.tensor(name).read().item())
     return numbers

@@ -267,8 +267,8 @@ def _run(config: Config) -> Iterator[str]:
         yield (f"train_dataset.held_out {train.held_out}: these documents are left out of the training but not"
                " evaluated, because there is an eval_dataset; set it to 0 to train on them")
     if config.trains and config.resume_training is True and config.load_checkpoint and not config.has_adapters:
-        yield (f"resume_training: continues from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
-               " optimizer state, step and position in the data; leave it out to start over from these weights")
+        yield (f"resume_training True: continues from the checkpoint in load_checkpoint ({config.load_checkpoint}) with"
+               " its optimizer state, step and position in the data; the other value starts over from these weights")
     if starts_anew(config):
         yield "load_checkpoint is empty: this finetuning starts from new weights, as run_mode train does"
     optimizer = config.optimizer

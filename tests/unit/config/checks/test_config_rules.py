@@ -300,7 +300,7 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ),
         (
             "run_mode: finetune\nload_checkpoint: here/step-3\nresume_training: True\n",
-            ["resume_training: continues from the checkpoint in load_checkpoint (here/step-3)"],
+            ["resume_training True: continues from the checkpoint in load_checkpoint (here/step-3)"],
         ),
         ("do_eval: True\neval_step_interval: -1\n", ["evaluates only at the end"]),
     ],
