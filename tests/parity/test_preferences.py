@@ -35,6 +35,7 @@ from trainer.data.batches.batch import (
     concatenate,
     count_pairs,
     padding_batch,
+    select_documents,
 )
 from trainer.run.session import open_training
 from trainer.step.evaluate import evaluate
@@ -237,3 +238,53 @@ def test_a_step_without_undesirable_answers_has_no_reward_of_them() -> None:
     for value, name in ((1, CHOSEN), (0, REJECTED)):
         found = open_step("kto")([batch._replace(values=np.full_like(batch.values, value))]).losses
         assert found.keys() == {name, "rewards/accuracies", "kl"}
+
+
+def long_batch() -> PairBatch:
+    """Returns two rows of 256 tokens: pairs of 100 and 60, and of 70 and 90 tokens, then a row of padding."""
+    batch = pair_batch(2, [(3, 4), (2, 3)])
+    lengths = np.array([[100, 60], [70, 90]])
+    places_BT = np.broadcast_to(np.arange(256), (2, 256))
+    ends_BD = lengths.cumsum(1)
+    segments_BT = (places_BT[:, :, None] >= ends_BD[:, None]).sum(2).astype(np.int32)
+    starts_BD = np.concatenate([np.zeros((2, 1), int), ends_BD], axis=1)
+    positions_BT = (places_BT - np.take_along_axis(starts_BD, segments_BT, 1)).astype(np.int32)
+    ids_BT = np.random.default_rng(1).integers(0, VOCABULARY, (2, 256), dtype=np.int32)
+    labels_BT = np.where((positions_BT > 40) & (segments_BT < 2), np.roll(ids_BT, -1, 1), IGNORE_INDEX)
+    values_BT = np.where(segments_BT < 2, np.array([[1.0], [0.0]]), 0).astype(np.float32)
+    long = PairBatch(ids_BT, labels_BT.astype(np.int32), positions_BT, segments_BT, values_BT, batch.reference[:, :2])
+    empty = add_values(padding_batch(1, 256), PairBatch)._replace(reference=np.zeros((1, 2)))
+    return concatenate(long, empty)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_document_of_each_pair(place: int) -> None:
+    batch = long_batch()
+    selected = select_documents(batch, place)
+    assert selected.labels.shape == (3, 128)  # the longer one has 100 or 90 tokens
+    for row, length in enumerate(((100, 70), (60, 90))[place]):
+        is_document_T = batch.segment_ids[row] == place
+        for one, whole in zip(selected[:-1], batch[:-1], strict=True):
+            np.testing.assert_array_equal(one[row, :length], whole[row, is_document_T])
+        assert (selected.segment_ids[row, length:] == 3).all()
+    for rest in (selected.labels[2], selected.labels[0, 100:]):
+        assert (rest == IGNORE_INDEX).all()
+    assert selected.labels.dtype == np.int32 and selected.labels.flags.c_contiguous
+    assert count_pairs(selected) == count_pairs(batch) == 2
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_of_labelled_answers_computes_each_document_once(parts: int) -> None:
+    """Both passes together have no more tokens than the batch, and loss and divergence are those of a whole batch."""
+    batch = long_batch()
+    config = config_of(loss=loss_of("kto"), optimizer={"eps": 1e-5}, seed=5, model={"seq_length": 256})
+    step = open_training(config, lambda update: 0.01)
+    evaluated = evaluate(step.model, step.build_inputs, [batch], lambda: False, loss=LossConfig(**loss_of("kto")))
+    computed = []
+    build = step.build_inputs
+    step.build_inputs = lambda one: computed.append(one.labels.size) or build(one)
+    batches = [batch] if parts == 1 else [PairBatch(*(array[row : row + 1] for array in batch)) for row in range(3)]
+    result = step(batches)
+    assert abs(result.loss - evaluated.loss) <= RUN_NORMS * evaluated.loss
+    assert 0 < sum(computed) <= batch.labels.size
+    assert result.tokens == np.count_nonzero((batch.labels != IGNORE_INDEX) & (batch.segment_ids == 0))

@@ -22,7 +22,7 @@ from mindspore import ParameterTuple, Tensor, ops
 
 from trainer.arrays.vocabulary.loss_terms import TERMS, LossTerms
 from trainer.arrays.vocabulary.preferences import DIVERGENCE, add_margin, divergence
-from trainer.data.batches.batch import Batch, count_pairs, sum_weights
+from trainer.data.batches.batch import Batch, count_pairs, select_documents, sum_weights
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import LossSums, ModelInputs, PassObserver, RouterStatistics, mtp_labels
@@ -267,6 +267,7 @@ class TrainStep:
             self.max_logits.start()
         if self.has_labels:
             self.divergence = self._global_divergence(micro_batches)
+            micro_batches = [select_documents(batch, 0) for batch in micro_batches]
         run_pipeline = None
         if self.pipeline is not None:
             run_pipeline = partial(self.run_pipeline, self.pipeline, micro_batches)
@@ -333,24 +334,24 @@ class TrainStep:
             observer = self.observer.micro_batch(number, batch, inputs, statistics)
         return DecoderCall(inputs, dropout, statistics, observer)
 
-    def _global_divergence(self, micro_batches: Sequence[Batch]) -> float | None:
-        """Computes the divergence over all micro-batches and ranks; None if there is only one, which computes it."""
-        if len(micro_batches) == 1 and self.communicator.size == 1:
-            return None
+    def _global_divergence(self, micro_batches: Sequence[Batch]) -> float:
+        """Computes the divergence over all micro-batches and ranks, from the answers to other prompts alone.
+
+        They need no backward pass, and the training pass does not need them: both passes together have the tokens of
+        the batch once.
+        """
         self.divergence = None
         total = 0.0
         count = 0
         for number, batch in enumerate(micro_batches):
             if not self.count_items(batch):
                 continue
-            # With the dropout of the training pass, but without its gradients.
-            call = self.decoder_call(batch, number)._replace(statistics=None)
+            call = self.decoder_call(select_documents(batch, 1), number)._replace(statistics=None)
             self.model(*call)
             pairs = call.inputs.pairs
             assert pairs is not None and pairs.labelled is not None
-            labelled = pairs.labelled
-            total += float(labelled.others_P.sum())
-            count += len(labelled.others_P)
+            total += float(pairs.labelled.others_P.sum())
+            count += len(pairs.labelled.others_P)
         total, count = self.communicator.all_reduce_exact([total, count])
         return divergence(total, count)
 

@@ -190,7 +190,7 @@ class Pairs:
         if self.loss.type not in ("dpo", "kto"):
             lengths_A = np.maximum(tokens_A, 1)
         scores_A = (self.log_probs_A - self.reference_A) / lengths_A
-        is_pair_P = tokens_A[::2] > 0
+        is_pair_P = tokens_A.reshape(-1, 2).any(1)  # of kto one of both may be missing, see `select_documents`
         slopes_A = np.zeros(size)
         if self.loss.type == "kto":
             losses_P = self._judge(scores_A, is_pair_P, slopes_A)

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 IGNORE_INDEX = -100
+_WIDTH = 64  # a selection of documents has a multiple of so many tokens: few shapes
 
 
 class Batch(NamedTuple):
@@ -117,6 +118,31 @@ def add_values(batch: Batch, kind: type[Batches], values_BT: np.ndarray | None =
 def concatenate(first: Batches, second: Batches) -> Batches:
     """Appends the sequences of `second` to the sequences of `first`."""
     return type(first)(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))
+
+
+def select_documents(batch: AnyBatch, place: int) -> PairBatch:
+    """Returns a batch with one document of each pair, the first (0) or the second one (1), in shorter sequences.
+
+    Documents keep their numbers. Padding has the next number.
+    """
+    assert isinstance(batch, PairBatch)
+    rows, length = batch.labels.shape
+    documents = int(batch.segment_ids.max()) + 1
+    rows_N, places_N = np.nonzero(batch.labels != IGNORE_INDEX)
+    selected_BD = np.zeros((rows, documents), bool)
+    selected_BD[rows_N, batch.segment_ids[rows_N, places_N]] = True
+    selected_BD[:, 1 - place :: 2] = False
+    selected_BT = np.take_along_axis(selected_BD, batch.segment_ids, 1)
+    longest = int(selected_BT.sum(1).max())
+    width = min(length, max(1, -(-longest // _WIDTH)) * _WIDTH)
+    order_BT = np.argsort(~selected_BT, axis=1, kind="stable")[:, :width]
+    arrays = [np.take_along_axis(array, order_BT, 1) for array in batch[:-1]]
+    selection = PairBatch(*arrays, batch.reference)
+    is_padding_BT = ~np.take_along_axis(selected_BT, order_BT, 1)
+    selection.labels[is_padding_BT] = IGNORE_INDEX
+    selection.segment_ids[is_padding_BT] = documents
+    selection.values[is_padding_BT] = 0
+    return selection
 
 
 def document_positions(tokens_BT: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
