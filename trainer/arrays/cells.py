@@ -20,10 +20,10 @@ from mindspore import dtype as mstype
 
 from trainer.arrays.memory import host_array, narrow_weight
 from trainer.arrays.numpy_operators import BFLOAT16
-from trainer.arrays.stored import stored_operand
-from trainer.arrays.tiles import SublayerCall
+from trainer.arrays.stored import stored_operands
+from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.arrays.vocabulary.embedding import CpuEmbedding
-from trainer.storage.quantized import FrozenMatrix
+from trainer.storage.quantized import FrozenMatrix, QuantizedArray
 
 if TYPE_CHECKING:
     from trainer.arrays.attention.positions import TokenPositions
@@ -69,12 +69,15 @@ class PartWeights:
         centered: Names of norms whose weights are zero-centered: the part takes 1 + weight.
         by_rows: Names of large matrices that the part takes as a `StoredMatrix` if they are held in few bytes; others
             are decompressed as a whole for each pass.
+        scratch: Has memory for decompressed matrices.
     """
 
     def __init__(
         self, named: Mapping[str, Parameter], dtype: str, narrow: Collection[str] = (),
         unsharded: Unsharded = keep_sharding, centered: Collection[str] = (), by_rows: Collection[str] = (),
+        scratch: Scratch | None = None,
     ) -> None:  # fmt: skip
+        self.scratch = scratch or Scratch()
         self.by_rows = frozenset(by_rows)
         self.centered = tuple(name for name in centered if name in named)
         self.named = dict(named)
@@ -87,18 +90,22 @@ class PartWeights:
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the weights by name, in the dtypes in which the part computes with them."""
         arrays: dict[str, Any] = {}
+        stored: dict[str, tuple[QuantizedArray, type]] = {}
         for name, weight in self.named.items():
             dtype = np.float32
             if name in self.narrow:
                 dtype = self.dtype
             if isinstance(weight, FrozenMatrix):
-                arrays[name] = stored_operand(weight.numbers, dtype, name in self.by_rows)
+                stored[name] = weight.numbers, dtype
                 continue
             arrays[name] = host_array(weight)
             if name in self.centered:
                 arrays[name] = 1 + arrays[name]
             if dtype != np.float32:
                 arrays[name] = narrow_weight(arrays[name], dtype)
+        if stored:
+            self.scratch.begin_part()
+            arrays |= stored_operands(stored, self.by_rows, self.scratch)
         return arrays
 
     @property

@@ -1,46 +1,68 @@
 """Matrices in few bytes as operands of products: threads decompress them in tiles of rows.
 
-Layers get their matrices decompressed before each pass, into memory that the next layer uses again: that costs the same
-for any number of tokens, whereas a tile of tokens that decompressed them itself would take a fourth of its product's
-time. The embedding and the head, which may be larger than all layers, are decompressed some rows at a time.
+Layers get their matrices decompressed before each pass, into memory that the next layer uses again
+(`Scratch.take_for_part`): that costs the same for any number of tokens, whereas a tile of tokens that decompressed them
+itself would take a fourth of its product's time. The embedding and the head, which may be larger than all layers, are
+decompressed some rows at a time.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
+from trainer.arrays.memory import host_threads, row_blocks, to_bfloat16_if_needed
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.operators import operators
 from trainer.storage.bfloat16 import as_float32
 from trainer.storage.quantized import QuantizedArray
 
+if TYPE_CHECKING:
+    from trainer.arrays.tiles import Scratch
+
 _NUMBERS = 1 << 16  # that a thread decompresses at once: they stay in its cache
+_ALIGNED = 64  # numbers: a matrix begins at a cache line
 _THREAD = threading.local()
 
 
-def stored_operand(numbers: QuantizedArray, dtype: type, by_rows: bool) -> np.ndarray | StoredMatrix:
-    """Returns what products in `dtype` take: the numbers themselves if they have it, otherwise a decompressed copy.
+def stored_operands(
+    stored: Mapping[str, tuple[QuantizedArray, type]], by_rows: Collection[str], scratch: Scratch
+) -> dict[str, np.ndarray | StoredMatrix]:
+    """Returns what the products of a part take: matrices themselves if they have the dtype, else decompressed copies.
 
-    With `by_rows` there is no copy: who takes the matrix decompresses some rows at a time.
+    Args:
+        stored: By name, the matrices and the dtypes of their products.
+        by_rows: Names of matrices without a copy: who takes one decompresses some rows at a time.
+        scratch: Has memory for the copies.
     """
-    if numbers.dtype == "bfloat16" and dtype == BFLOAT16:
-        return numbers.codes.reshape(numbers.shape)
-    if by_rows:
-        return StoredMatrix(numbers, dtype)
-    return decompress(numbers, dtype)
+    operands: dict[str, np.ndarray | StoredMatrix] = {}
+    sizes: dict[str, int] = {}
+    for name, (numbers, dtype) in stored.items():
+        if numbers.dtype == "bfloat16" and dtype == BFLOAT16:
+            operands[name] = numbers.codes.reshape(numbers.shape)
+        elif name in by_rows:
+            operands[name] = StoredMatrix(numbers, dtype)
+        else:
+            sizes[name] = -(-numbers.size // _ALIGNED) * _ALIGNED * np.dtype(dtype).itemsize // 4
+    memory = scratch.take_for_part(sum(sizes.values()))
+    end = 0
+    for name, size in sizes.items():
+        numbers, dtype = stored[name]
+        flat = memory[end : end + size].view(dtype)[: numbers.size]
+        end += size
+        decompress(numbers, flat)
+        operands[name] = flat.reshape(numbers.shape)
+    return operands
 
 
-def decompress(numbers: QuantizedArray, dtype: type = np.float32) -> np.ndarray:
-    """Returns a matrix, or stacked matrices, in the dtype of products."""
-    out = empty(*numbers.shape, dtype=dtype)[1]
-    flat = out.reshape(-1)
+def decompress(numbers: QuantizedArray, flat: np.ndarray) -> None:
+    """Writes a matrix, or stacked matrices, to a flat array in the dtype of products."""
     host_threads().run(
         row_blocks(slice(0, flat.size), _NUMBERS), lambda part, thread: _read(numbers, part, flat[part])
     )
-    return out
 
 
 def _read(numbers: QuantizedArray, part: slice, out: np.ndarray) -> None:
@@ -92,9 +114,8 @@ class StoredMatrix:
             return wide
         return to_bfloat16_if_needed(wide, np.empty(wide.shape, self.dtype))
 
-    def decompress_rows(self, rows: slice) -> np.ndarray:
-        """Returns many rows, which threads share."""
-        out = empty(rows.stop - rows.start, self.shape[1], dtype=self.dtype.type)[1]
+    def decompress_rows(self, rows: slice, out: np.ndarray) -> None:
+        """Writes many rows, which threads share, to an array in the dtype of the products."""
 
         def read(part: slice, thread: int) -> None:
             """Decompresses some of the rows."""
@@ -105,7 +126,6 @@ class StoredMatrix:
                 out[part] = self.read_rows(from_start)
 
         host_threads().run(row_blocks(slice(0, len(out)), max(1, _NUMBERS // self.shape[1])), read)
-        return out
 
     def _read_wide(self, rows: slice, flat: np.ndarray) -> np.ndarray:
         width = self.shape[1]

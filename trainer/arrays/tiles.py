@@ -45,27 +45,44 @@ class Scratch:
     Args:
         shares_products: Whether threads share the products of a tile by their columns: in a prediction there are too
             few rows for several tiles.
+        part: Memory for one pass of a part, which all of its threads use; None: such arrays are in the pool's.
     """
 
-    def __init__(self, shares_products: bool = False) -> None:
-        self.threads: dict[int, _ThreadMemory] = {}
+    def __init__(self, shares_products: bool = False, part: ReusedMemory | None = None) -> None:
+        self.threads: dict[int, ReusedMemory] = {}
         self.shares_products = shares_products
+        self.part = part
 
     def tile(self, rows: slice, thread: int) -> Tile:
         """Returns a tile. It reuses the memory of the earlier tiles of this thread."""
         memory = self.threads.get(thread)
         if memory is None:
-            memory = self.threads[thread] = _ThreadMemory()
+            memory = self.threads[thread] = ReusedMemory()
         memory.reset()
         return Tile(rows, memory, self.shares_products)
+
+    def begin_part(self) -> None:
+        """Frees all arrays of `take_for_part`: another part begins."""
+        if self.part is not None:
+            self.part.reset()
+
+    def take_for_part(self, *shape: int, dtype: type = np.float32) -> np.ndarray:
+        """Returns an uninitialised large array for the pass of a part.
+
+        With memory of its own for that, large arrays that come and go leave no gaps in the pool between the arrays that
+        a backward pass needs.
+        """
+        if self.part is None:
+            return empty(*shape, dtype=dtype)[1]
+        return self.part.take(shape, dtype)
 
     def run(self, rows: int, compute: Callable[[Tile], None]) -> None:
         """Calls compute(tile) in several threads for tiles that together cover `rows` rows."""
         host_threads().run(row_blocks(slice(0, rows), ROWS), lambda block, thread: compute(self.tile(block, thread)))
 
 
-class _ThreadMemory:
-    """One block of memory, which grows after a tile that needed more."""
+class ReusedMemory:
+    """One block of memory, which grows after a tile or part that needed more, or for its first array."""
 
     __slots__ = ("block", "used")
 
@@ -74,7 +91,7 @@ class _ThreadMemory:
         self.used = 0
 
     def reset(self) -> None:
-        """Frees all arrays of the last tile."""
+        """Frees all arrays."""
         if self.used > self.block.size:
             self.block = np.empty(self.used, np.float32)
         self.used = 0
@@ -91,7 +108,9 @@ class _ThreadMemory:
         start = self.used
         self.used += -(-words // _ALIGNED) * _ALIGNED
         if self.used > self.block.size:
-            return np.empty(shape, dtype)
+            if start:
+                return np.empty(shape, dtype)
+            self.block = np.empty(self.used, np.float32)
         array = self.block[start : start + words]
         if dtype != np.float32:
             array = array.view(dtype)[:size]
@@ -103,7 +122,7 @@ class Tile:
 
     __slots__ = ("memory", "rows", "shares_products", "size")
 
-    def __init__(self, rows: slice, memory: _ThreadMemory, shares_products: bool) -> None:
+    def __init__(self, rows: slice, memory: ReusedMemory, shares_products: bool) -> None:
         self.rows = rows
         self.size = rows.stop - rows.start
         self.memory = memory

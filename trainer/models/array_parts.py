@@ -25,7 +25,7 @@ from trainer.arrays.moe.dispatch import TokenSharingGroup
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
 from trainer.arrays.operators import operators
-from trainer.arrays.tiles import Scratch, SublayerCall
+from trainer.arrays.tiles import ReusedMemory, Scratch, SublayerCall
 from trainer.arrays.vocabulary.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
 from trainer.arrays.vocabulary.head_adapter import LORA_A, LORA_B
@@ -107,7 +107,10 @@ class ArrayParts:
         self.unsharded = keep_sharding
         if weights is not None:
             self.unsharded = weights.unsharded
-        self.scratch = Scratch(shares_products=self.predicts)
+        memory = None
+        if self.in_few_bytes and not self.predicts:  # a prediction may keep decompressed matrices
+            memory = ReusedMemory()
+        self.scratch = Scratch(self.predicts, memory)
         self.vocabulary = settings.vocab_size
         self.is_sharded = shard is not None
         self.context = None
@@ -163,7 +166,7 @@ class ArrayParts:
         centered: list[str] = []
         if self.spec.norm_offset:
             centered = [name for name in named if name == "norm" or name.endswith("norm.weight")]
-        return PartWeights(named, self.dtype, narrow, self.unsharded, centered, by_rows)
+        return PartWeights(named, self.dtype, narrow, self.unsharded, centered, by_rows, self.scratch)
 
     def _layer_parts(self, number: int, again: str) -> dict[str, PartWeights]:
         """Returns the weights of the parts of a layer, in order.

@@ -18,7 +18,14 @@ from trainer.config.recompute import SUBLAYERS, recomputed_parts
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import layer_prefix
-from trainer.models.spec.saved import HEAD_ROWS, attention_saved, logit_rows, mlp_saved, moe_saved
+from trainer.models.spec.saved import (
+    HEAD_ROWS,
+    attention_inputs,
+    attention_saved,
+    logit_rows,
+    mlp_saved,
+    moe_saved,
+)
 from trainer.models.spec.shapes import base_dtypes
 from trainer.optim.freeze import trained_shapes
 from trainer.plan.division import micro_batch_tokens
@@ -158,9 +165,10 @@ class ActivationMemory:
         spec = layer.attention
         tokens = self.rows["tokens"]
         saved = {one.name: one for one in self._attention_saved(spec)}
-        of_heads = sum(saved[name].width * self.rows[saved[name].rows] for name in "qkv")
+        inputs = list(attention_inputs(spec, self.ulysses))
+        of_heads = sum(one.width * self.rows[one.rows] for one in inputs)
         working = self._dense_working(spec, layer) + self.narrow * saved["heads"].width * tokens
-        working += _WIDE * of_heads
+        working += _WIDE * of_heads + self._bytes(one for one in inputs if one.name not in saved)  # computed again
         if not layer.is_moe:  # what the feed-forward sublayer of the same part returned
             working += self.stream
         if self.is_context_parallel:  # what is exchanged
@@ -256,7 +264,7 @@ class ActivationMemory:
         return self.stream + self._bytes(self._attention_saved(spec))
 
     def _attention_saved(self, spec: AttentionSpec) -> Iterable[SavedArray]:
-        return attention_saved(spec, self.shares_rows, self.ulysses)
+        return attention_saved(spec, self.shares_rows, self.ulysses, self.is_context_parallel)
 
     def _bytes(self, arrays: Iterable[SavedArray]) -> int:
         return sum(self.rows[one.rows] * one.width * (self.narrow if one.narrow else _WIDE) for one in arrays)

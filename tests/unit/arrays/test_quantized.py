@@ -8,7 +8,8 @@ from golden_files import load_adapter_case
 from tolerances import FEW_OPERATIONS, U_BFLOAT16, U
 
 from trainer.arrays.numpy_operators import BFLOAT16
-from trainer.arrays.stored import StoredMatrix, decompress, stored_operand
+from trainer.arrays.stored import StoredMatrix, stored_operands
+from trainer.arrays.tiles import Scratch
 from trainer.storage.base_dtypes import BLOCK, SCALE_BLOCK, bytes_of
 from trainer.storage.bfloat16 import as_bfloat16, as_float32
 from trainer.storage.quantized import NF4, dynamic_values, quantize, quantize_dynamic
@@ -76,8 +77,9 @@ def test_bits_are_those_of_the_formulas(shape: tuple[int, ...], dtype: str) -> N
     assert numbers.nbytes == bytes_of(matrix.size, dtype)
     expected = EXPECTED[dtype](matrix)
     np.testing.assert_array_equal(np.asarray(numbers), expected)
-    np.testing.assert_array_equal(decompress(numbers), expected)
-    np.testing.assert_array_equal(as_float32(decompress(numbers, BFLOAT16)), as_float32(as_bfloat16(expected)))
+    found = stored_operands({"wide": (numbers, np.float32), "narrow": (numbers, BFLOAT16)}, (), Scratch())
+    np.testing.assert_array_equal(found["wide"], expected)
+    np.testing.assert_array_equal(as_float32(found["narrow"]), as_float32(as_bfloat16(expected)))
     if matrix.size > 2 * BLOCK:
         part = np.empty(matrix.size - 2 * BLOCK - 1, np.float32)
         numbers.read(BLOCK, part)
@@ -124,14 +126,18 @@ def test_rows_of_a_stored_matrix() -> None:
     matrix = drawn((300, 24))
     numbers = quantize(matrix, "bfloat16")
     rounded = as_float32(as_bfloat16(matrix))
-    stored = stored_operand(numbers, np.float32, by_rows=True)
+    stored = stored_operands({"head": (numbers, np.float32)}, ("head",), Scratch())["head"]
     assert isinstance(stored, StoredMatrix) and stored.shape == (300, 24) and len(stored) == 300
     np.testing.assert_array_equal(stored.read_rows(slice(7, 100)), rounded[7:100])
-    np.testing.assert_array_equal(stored.decompress_rows(slice(100, 300)), rounded[100:])
+    many = np.empty((200, 24), np.float32)
+    stored.decompress_rows(slice(100, 300), many)
+    np.testing.assert_array_equal(many, rounded[100:])
     places = np.array([5, 299, 0, 5])
     out = np.empty((4, 24), np.float32)
     stored.look_up(places, out)
     np.testing.assert_array_equal(out, rounded[places])
     half = StoredMatrix(numbers, np.float16)
-    np.testing.assert_array_equal(half.decompress_rows(slice(3, 9)), rounded[3:9].astype(np.float16))
-    assert stored_operand(numbers, BFLOAT16, by_rows=True).base is numbers.codes  # no copy
+    few = np.empty((6, 24), np.float16)
+    half.decompress_rows(slice(3, 9), few)
+    np.testing.assert_array_equal(few, rounded[3:9].astype(np.float16))
+    assert stored_operands({"head": (numbers, BFLOAT16)}, (), Scratch())["head"].base is numbers.codes  # no copy

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.arrays.memory import empty, row_blocks
+from trainer.arrays.memory import row_blocks
 from trainer.arrays.operators import operators
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.visibility import attention_bias, visible_keys
@@ -20,6 +20,7 @@ from trainer.models.spec.visibility import attention_bias, visible_keys
 if TYPE_CHECKING:
     from mindspore import Tensor
 
+    from trainer.arrays.tiles import Scratch
     from trainer.models.spec.model import AttentionSpec
 
 _QUERIES = 128  # of a block: half of what is computed on the diagonal is masked
@@ -196,10 +197,10 @@ class CpuRotary:
         else:
             operators().rotate_halves(numbers, rotation_n1h)
 
-    def pair_weights(self, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    def pair_weights(self, weights: Mapping[str, np.ndarray], scratch: Scratch) -> Mapping[str, np.ndarray]:
         """Returns the weights with those of queries and keys reordered: the numbers of a pair become neighbours."""
         changed = {
-            name: _reorder_rows(weights[name], size, order)
+            name: _reorder_rows(weights[name], size, order, scratch)
             for name, (size, order) in self.orders.items()
             if name in weights
         }
@@ -216,14 +217,14 @@ class CpuRotary:
         return gradients
 
 
-def _reorder_rows(array: np.ndarray, size: int, order: np.ndarray) -> np.ndarray:
+def _reorder_rows(array: np.ndarray, size: int, order: np.ndarray, scratch: Scratch) -> np.ndarray:
     """Returns a copy with the rows of each head in another order.
 
-    It is in memory of the pool, which the next layer uses again. With copies in NumPy's memory a LoRA step of
-    Qwen3-0.6B with 512 tokens was measured to take 120 MB more, 5 MB for each layer.
+    It is in memory that the next layer uses again. With copies in NumPy's memory a LoRA step of Qwen3-0.6B with 512
+    tokens was measured to take 120 MB more, 5 MB for each layer.
     """
     by_head = _by_head(array, size)
-    out = empty(*by_head.shape, dtype=array.dtype.type)[1]
+    out = scratch.take_for_part(*by_head.shape, dtype=array.dtype.type)
     np.take(by_head, order, axis=1, out=out, mode="clip")  # other modes copy `out`
     return out.reshape(array.shape)
 

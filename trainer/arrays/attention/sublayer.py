@@ -9,7 +9,7 @@ Legend: as in tiles.py and blocks.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +22,7 @@ from trainer.arrays.memory import empty, host_threads, to_bfloat16_if_needed, to
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
 from trainer.arrays.tiles import CpuRmsNorm
 from trainer.models.spec.names import INPUT_NORM, POST_ATTENTION_NORM, SINKS
-from trainer.models.spec.saved import attention_saved
+from trainer.models.spec.saved import attention_inputs, attention_saved
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainer.arrays.sublayer import SequenceParallelComm
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.models.spec.model import AttentionSpec
+    from trainer.models.spec.saved import SavedArray
 
 _MIN_TASKS = 8  # of a backward pass, which threads take one after the other
 
@@ -89,8 +90,7 @@ class HeadProjections:
             wide_nC = out_nC
         else:
             wide_nC = tile.take(out_nC.shape[1])
-        norm = self.head_norms.get(name)
-        if norm is None:
+        if name not in self.head_norms:
             linear.forward(call, y_nD, wide_nC, tile)
         else:
             plain_nC = out_nC
@@ -101,14 +101,42 @@ class HeadProjections:
             if self.norms_rotated:
                 self.rotary.apply(x_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
                 to_bfloat16_if_needed(x_nC, plain_nC)
-            width = self.norm_widths[name]
-            x, out = (array.reshape(-1, width) for array in (x_nC, wide_nC))
-            norm(x, call.weights[f"self_attn.{name}_norm.weight"], norm.scales(x), out)
+            self._norm_heads(call, name, x_nC, wide_nC)
+        self._rotate(name, wide_nC, out_nC, rotation_n1h, tile)
+
+    def _norm_heads(self, call: SublayerCall, name: str, x_nC: np.ndarray, wide_nC: np.ndarray) -> None:
+        """Writes normed heads to `wide_nC`, which may be x; both are float32."""
+        norm = self.head_norms[name]
+        width = self.norm_widths[name]
+        x, out = (array.reshape(-1, width) for array in (x_nC, wide_nC))
+        norm(x, call.weights[f"self_attn.{name}_norm.weight"], norm.scales(x), out)
+
+    def _rotate(self, name: str, wide_nC: np.ndarray, out_nC: np.ndarray, rotation_n1h: np.ndarray, tile: Tile) -> None:
+        """Rotates and scales the float32 heads of a tile, and writes them to `out_nC`."""
         if not self.norms_rotated:
             self.rotary.apply(wide_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
         if name == "q":
             wide_nC *= self.scale
         to_bfloat16_if_needed(wide_nC, out_nC)
+
+    def recompute(
+        self, call: SublayerCall, positions: TokenPositions, q_NC: np.ndarray, k_NK: np.ndarray
+    ) -> None:
+        """Writes the queries and keys of the forward pass, from those that it has saved before their norm."""
+        rotation_N1h = positions.select_rotation(self.window)
+
+        def compute(tile: Tile) -> None:
+            """Norms and rotates the heads of a tile again."""
+            for name, out_NC in (("q", q_NC), ("k", k_NK)):
+                out_nC = out_NC[tile.rows]
+                plain_nC = call.saved[f"plain_{name}"][tile.rows]
+                wide_nC = out_nC
+                if out_nC.dtype != np.float32:
+                    wide_nC = tile.take(out_nC.shape[1])
+                self._norm_heads(call, name, to_float32_if_needed(plain_nC, wide_nC), wide_nC)
+                self._rotate(name, wide_nC, out_nC, rotation_N1h[tile.rows], tile)
+
+        self.scratch.run(len(q_NC), compute)
 
     def attend_cached(
         self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, layer: int, cache: KVCache,
@@ -132,7 +160,7 @@ class HeadProjections:
             grads: Gradients of queries, keys and values; overwritten.
             grad_ND: Gradient of the residual stream after the sublayer.
         """
-        dtype = call.saved["q"].dtype
+        dtype = call.saved["v"].dtype
         rotation_N1h = positions.select_rotation(self.window)
         y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, self.linears)
         narrow = grads  # the gradients in the dtype of the products
@@ -217,7 +245,7 @@ class CpuAttention:
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
         """Returns the residual stream after the sublayer."""
-        call.weights = self.rotary.pair_weights(call.weights)
+        call.weights = self.rotary.pair_weights(call.weights, self.scratch)
         dtype = call.weights[self.output.linear.weight].dtype
         tokens = len(positions.rotation_N1h)
         sequences = positions.select_blocks(self.spec.window)
@@ -268,17 +296,33 @@ class CpuAttention:
         """Allocates queries, keys, values and the results of the heads; fills `call.saved` if the call saves."""
         keys = sum(sequence.keys.stop - sequence.keys.start for sequence in sequences)
         rows = {"stream": stream, "tokens": tokens, "queries": tokens * self.ulysses, "keys": keys}
-        listed = {array.name: array for array in attention_saved(self.spec, self.gathers, self.ulysses)}
+        saved = {array.name: array for array in self._saved_arrays()}
+        inputs = list(attention_inputs(self.spec, self.ulysses))
         if call.save:
-            listed.pop("normed", None)  # `gather_tokens` allocates it
-            call.saved = allocate(listed.values(), rows, dtype)
-            return call.saved
-        names = ["q", "k", "v"]
+            saved.pop("normed", None)  # `gather_tokens` allocates it
+            call.saved = allocate(saved.values(), rows, dtype)
+            return self._inputs_beside(call.saved, dtype) | call.saved
         # The results of a block's heads overwrite its queries if both have the same shape.
         if self.spec.value_size != self.spec.head_size or self.ulysses > 1:
-            names.append("heads")
-        arrays = allocate([listed[name] for name in names], rows, dtype)
+            inputs.append(saved["heads"])
+        arrays = allocate(inputs, rows, dtype)
         return {"heads": arrays["q"], **arrays}
+
+    def _saved_arrays(self) -> Iterator[SavedArray]:
+        return attention_saved(self.spec, self.gathers, self.ulysses, self.context is not None)
+
+    def _inputs_beside(self, saved: Mapping[str, np.ndarray], dtype: type) -> dict[str, np.ndarray]:
+        """Allocates those of queries and keys that are not saved, for the pass of a part."""
+        inputs = (array for array in attention_inputs(self.spec) if array.name not in saved)
+        return {array.name: self.scratch.take_for_part(len(saved["v"]), array.width, dtype=dtype) for array in inputs}
+
+    def _inputs(self, call: SublayerCall, positions: TokenPositions) -> dict[str, np.ndarray]:
+        """Returns queries, keys and values of the forward pass, of which some may be computed again."""
+        again = self._inputs_beside(call.saved, call.saved["v"].dtype.type)
+        if again:
+            assert isinstance(self.projections, HeadProjections)
+            self.projections.recompute(call, positions, again["q"], again["k"])
+        return call.saved | again
 
     def _exchanged_projections(
         self, context: ContextParallel, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions,
@@ -309,7 +353,7 @@ class CpuAttention:
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
     ) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights; overwrites `call.saved`."""
-        call.weights = self.rotary.pair_weights(call.weights)
+        call.weights = self.rotary.pair_weights(call.weights, self.scratch)
         saved = call.saved
         context = self.context
         sequences = positions.select_blocks(self.spec.window)
@@ -318,7 +362,8 @@ class CpuAttention:
         self._output_gradients(call, grad_ND, grad_heads_NV)
         if context is not None:
             grad_heads_NV = context.to_heads(grad_heads_NV, self.spec.heads, len(sequences))
-        grads = [empty(*saved[name].shape)[1] for name in "qkv"]
+        inputs = self._inputs(call, positions)
+        grads = [empty(*inputs[name].shape)[1] for name in "qkv"]
         sinks_KG = self._sinks(call)
         tasks = list(self.attention.tasks(sequences, _MIN_TASKS))
         sinks_shape = 0, 0
@@ -334,8 +379,8 @@ class CpuAttention:
                 grad_sinks_KG = sink_grads[number]
             tile = self.scratch.tile(sequence.keys, thread)
             self.attention.backward(
-                sequence, heads, saved["q"], saved["k"], saved["v"], grad_heads_NV, grads[0], grads[1], grads[2], tile,
-                call.dropout, sinks_KG, grad_sinks_KG,
+                sequence, heads, inputs["q"], inputs["k"], inputs["v"], grad_heads_NV, grads[0], grads[1], grads[2],
+                tile, call.dropout, sinks_KG, grad_sinks_KG,
             )  # fmt: skip
 
         host_threads().run(range(len(tasks)), attend)

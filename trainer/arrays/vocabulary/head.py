@@ -245,7 +245,7 @@ class FusedLinearCrossEntropy:
         rows = logit_rows(len(y_NE), self.largest_shard or len(weight_VE))
         dtype = weight_VE.dtype
         # np.empty would take memory from the system each time, which costs a third of the product.
-        logits_nV = empty(rows, len(weight_VE))[1]
+        logits_nV = self.scratch.take_for_part(rows, len(weight_VE))
         slope_nV = None
         if self.cap is not None and grad_NE is not None:
             slope_nV = empty(rows, len(weight_VE))[1]
@@ -253,7 +253,10 @@ class FusedLinearCrossEntropy:
         if dtype != np.float32:
             narrow_nE = empty(rows, self.width, dtype=dtype)[1]
             if grad_NE is not None:
-                narrow_nV = empty(rows, len(weight_VE), dtype=dtype)[1]
+                narrow_nV = self.scratch.take_for_part(rows, len(weight_VE), dtype=dtype.type)
+        part_VE = None
+        if isinstance(weight_VE, StoredMatrix) and grad_NE is not None:
+            part_VE = self.scratch.take_for_part(min(HEAD_ROWS, len(weight_VE)), self.width, dtype=dtype.type)
         if distillation is not None:
             distillation.allocate(rows, len(weight_VE))
         loss = 0.0
@@ -286,7 +289,9 @@ class FusedLinearCrossEntropy:
                 y_nE *= valid_n1
                 if narrow_nE is not None:
                     to_bfloat16_if_needed(y_nE, factor_nE)
-                self._gradients(grad_nV, factor_nE, weight_VE, grad_NE[part], weight_grad_VE, first=not part.start)
+                self._gradients(
+                    grad_nV, factor_nE, weight_VE, part_VE, grad_NE[part], weight_grad_VE, first=not part.start
+                )
                 if adapter is not None:
                     adapter.add_gradients(grad_nV, factor_nE, grad_NE[part], _gradient_factor(grad_nV.dtype))
                 grad_NE[part] *= valid_n1
@@ -404,13 +409,14 @@ class FusedLinearCrossEntropy:
         return mass_Rn[group.rank] / total_n
 
     def _gradients(
-        self, grad_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, out_nE: np.ndarray,
-        out_VE: np.ndarray | None, first: bool,
+        self, grad_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, part_VE: np.ndarray | None,
+        out_nE: np.ndarray, out_VE: np.ndarray | None, first: bool,
     ) -> None:  # fmt: skip
         """Writes the gradient of y to `out_nE`, and that of the matrix to `out_VE`.
 
         Args:
             y_nE: The normed rows times valid_n1.
+            part_VE: Memory for some rows of a `StoredMatrix`.
             out_VE: None: the matrix is not trained.
             first: Write the gradient of the matrix; False: add it to that of earlier tokens.
         """
@@ -437,8 +443,10 @@ class FusedLinearCrossEntropy:
         columns = slice(0, len(weight_VE))
         part_vE = weight_VE
         if isinstance(weight_VE, StoredMatrix):
-            for columns in row_blocks(slice(0, len(weight_VE)), HEAD_ROWS):
-                part_vE = weight_VE.decompress_rows(columns)
+            assert part_VE is not None
+            for columns in row_blocks(slice(0, len(weight_VE)), len(part_VE)):
+                part_vE = part_VE[: columns.stop - columns.start]
+                weight_VE.decompress_rows(columns, part_vE)
                 host_threads().run(row_blocks(slice(0, len(y_nE)), _INPUT_GRADIENT_ROWS), compute_input_rows)
         else:
             host_threads().run(row_blocks(slice(0, len(y_nE)), _INPUT_GRADIENT_ROWS), compute_input_rows)

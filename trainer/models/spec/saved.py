@@ -14,7 +14,7 @@ from trainer.models.spec.names import adapter_names
 RowKind: TypeAlias = Literal["stream", "tokens", "queries", "keys", "routed", "experts"]
 _LOGITS = 1 << 24  # logits that exist at once, unless the vocabulary is larger
 _FEWEST_ROWS = 64
-HEAD_ROWS = 1 << 13
+HEAD_ROWS = 1 << 11
 """Rows of a head in few bytes that threads decompress at once."""
 
 
@@ -37,14 +37,26 @@ class SavedArray(NamedTuple):
     rows: RowKind = "tokens"
 
 
+def attention_inputs(spec: AttentionSpec, ulysses: int = 1) -> Iterator[SavedArray]:
+    """Yields queries, keys and values as attention takes them; arguments as in `attention_saved`."""
+    kv_heads = max(1, spec.kv_heads // ulysses)
+    yield SavedArray("q", spec.heads // ulysses * spec.head_size, rows="queries")
+    yield SavedArray("k", kv_heads * spec.head_size, rows="keys")
+    yield SavedArray("v", kv_heads * spec.value_size, rows="keys")
+
+
 def attention_saved(
-    spec: AttentionSpec, sequence_parallel: bool = False, ulysses: int = 1
+    spec: AttentionSpec, sequence_parallel: bool = False, ulysses: int = 1, exchanges: bool = False
 ) -> Iterator[SavedArray]:
     """Yields the arrays that an attention sublayer saves besides its input.
+
+    Where queries and keys are normed before they are rotated, those before the norm are saved and the backward pass
+    norms and rotates them again, unless ranks have exchanged them.
 
     Args:
         spec: With the heads of the rank.
         ulysses: Ranks of Ulysses attention, which share these heads.
+        exchanges: Whether context-parallel ranks exchange queries and keys.
     """
     if spec.pre_norm:
         yield SavedArray("scale", 1, narrow=False, rows="stream")
@@ -61,10 +73,10 @@ def attention_saved(
     if spec.head_norm:
         yield SavedArray("plain_q", spec.heads * spec.head_size)
         yield SavedArray("plain_k", spec.kv_heads * spec.head_size)
-    kv_heads = max(1, spec.kv_heads // ulysses)
-    yield SavedArray("q", spec.heads // ulysses * spec.head_size, rows="queries")
-    yield SavedArray("k", kv_heads * spec.head_size, rows="keys")
-    yield SavedArray("v", kv_heads * spec.value_size, rows="keys")
+    computed_again: tuple[str, ...] = ()
+    if spec.head_norm and not spec.norms_rotated and not exchanges:
+        computed_again = ("q", "k")
+    yield from (array for array in attention_inputs(spec, ulysses) if array.name not in computed_again)
     yield SavedArray("heads", spec.heads * spec.value_size)
     if spec.post_norm:
         yield SavedArray("output", spec.hidden, narrow=False, rows="stream")
