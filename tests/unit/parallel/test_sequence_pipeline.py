@@ -108,3 +108,32 @@ def test_slices_shorten_the_bubble() -> None:
     # Where attention is most of the work, the last slice takes seven times as long as the first.
     uneven = pipeline_plan(sliced(configuration(65536, pipeline_scheduler="seqpipe"), 4), 4)
     assert uneven is not None and uneven.bubble_share > 1.5 * bubbles[2]
+
+
+# The lines "seq_chunk, micro, chunk, is fp or bp" of MindSpore 2.10's log in dry runs of its Ascend backend (GLOG_v 1).
+ORDERS_OF_MINDSPORE = {
+    ("seqpipe", 2, 5, 2, 2, 0):
+        "F0a0 F0a1 F1a0 F1a1 F2a0 F2a1 F0b0 F0b1 F1b0 F1b1 B0b1 F2b0 B0b0 F2b1 B1b1 F3a0 B1b0 F3a1 B2b1 F4a0 B2b0 F4a1 "
+        "B0a1 F3b0 B0a0 F3b1 B1a1 F4b0 B1a0 F4b1 B2a1 B2a0 B3b1 B3b0 B4b1 B4b0 B3a1 B3a0 B4a1 B4a0",
+    ("seqpipe", 4, 6, 1, 4, 3):
+        "F0a0 F0a1 F0a2 F0a3 B0a3 F1a0 B0a2 F1a1 B0a1 F1a2 B0a0 F1a3 B1a3 F2a0 B1a2 F2a1 B1a1 F2a2 B1a0 F2a3 B2a3 F3a0 "
+        "B2a2 F3a1 B2a1 F3a2 B2a0 F3a3 B3a3 F4a0 B3a2 F4a1 B3a1 F4a2 B3a0 F4a3 B4a3 F5a0 B4a2 F5a1 B4a1 F5a2 B4a0 F5a3 "
+        "B5a3 B5a2 B5a1 B5a0",
+    ("seqvpp", 4, 4, 2, 2, 0):
+        "F0a0 F0a1 F1a0 F1a1 F0b0 F0b1 F1b0 F1b1 F2a0 F2a1 F3a0 F3a1 B0b1 F2b0 B0b0 F2b1 B1b1 F3b0 B1b0 F3b1 B0a1 B0a0 "
+        "B1a1 B1a0 B2b1 B2b0 B3b1 B3b0 B2a1 B2a0 B3a1 B3a0",
+    ("seqsmartvpp", 4, 4, 2, 2, 3):
+        "F0a0 F0a1 F1a0 F1a1 F0b0 F0b1 B0b1 F1b0 B0b0 F1b1 B1b1 F2a0 B1b0 F2a1 B0a1 F3a0 B0a0 F3a1 B1a1 F2b0 B1a0 F2b1 "
+        "B2b1 F3b0 B2b0 F3b1 B3b1 B3b0 B2a1 B2a0 B3a1 B3a0",
+}
+
+
+@pytest.mark.parametrize("case", ORDERS_OF_MINDSPORE)
+def test_the_order_is_that_of_mindspore(case: tuple[str, int, int, int, int, int]) -> None:
+    """F forward, B backward pass of micro-batch, chunk (a, b) and slice."""
+    *sizes, stage = case
+    actions = sequence_pipeline(*sizes).actions[stage]  # type: ignore[arg-type]
+    order = " ".join(
+        f"{kind[0].upper()}{micro_batch}{'ab'[chunk]}{part}" for kind, micro_batch, chunk, part in actions
+    )
+    assert order == ORDERS_OF_MINDSPORE[case]

@@ -3,9 +3,9 @@
 What is counted is what MindSpore's allocator had in use at the peak of dry runs (`MS_ALLOC_CONF=memory_tracker:True`):
 
 * of every micro-batch under way what its layers keep, and its attention mask;
-* a copy of each matrix in half precision, from its first use in the forward pass to its last one in the backward pass.
-  What is computed again makes its copies again, one layer at a time, unless ranks share the weights: then they keep
-  what they have gathered (below optimizer level3);
+* a copy of each matrix in half precision, from its first use in the forward pass to its last one in the backward pass,
+  for each micro-batch under way. What is computed again makes its copies again, one layer at a time. Where ranks share
+  the weights, they keep what they have gathered once for all micro-batches (below optimizer level3);
 * on the last stage the logits, four times in float32 when their gradient is made;
 * while a layer's backward pass runs what it has computed again, and gradients inside its feed-forward layer.
 
@@ -74,10 +74,12 @@ class GraphMatrices(NamedTuple):
     Attributes:
         layers: By the layer, then by the sublayer.
         ends: Of the matrices outside of layers, by their names.
+        gathered: Of the experts of each layer that the ranks of a tensor group share.
     """
 
     layers: Mapping[int, Mapping[str, int]]
     ends: Mapping[str, int]
+    gathered: Mapping[int, int]
 
 
 def number_width(half: bool) -> int:
@@ -124,14 +126,18 @@ def graph_memory(
     keeps_gathered = shares and zero_level(config) != "level3"
     gathering = comm_recompute_layers(config)
     rows_shared = config.parallel_config.use_seq_parallel
-    copies = 0
+    copies: list[int] = []  # that a pass has, by chunk
+    copied_once = 0
     kept: list[int] = []  # of a pass, by chunk
     working = 0
     for number, layers in enumerate(chunks):
+        copies.append(0)
         kept.append(mask + caches.of_pass)
         receives = stage > 0 or number > 0
         for layer in layers:
             part = again[layer]
+            if degrees.pipeline_stage > 1 and part == "mlp" and not settings.is_moe_layer(layer):
+                part = ""  # MindSpore 2.10 keeps all of it: what its operators compute again saves nothing
             gathers = layer in gathering
             kind = ("sublayers", settings.is_moe_layer(layer), gathers, share, rows_shared)
             sublayers = facts.once(kind, lambda: _layer_sublayers(config, layer, gathers, half, share))  # noqa: B023
@@ -142,7 +148,11 @@ def graph_memory(
                 kept[-1] += tokens * _early_bytes(settings, half, share)
             of_layer = matrices.layers[layer]
             layer_copies = {name: size * copy_width // _FLOAT32_BYTES for name, size in of_layer.items()}
-            copies += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
+            copies[-1] += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
+            if keeps_gathered or "mlp" not in remade:
+                gathered = matrices.gathered[layer] * copy_width // _FLOAT32_BYTES
+                copies[-1] -= gathered
+                copied_once += gathered
             inside = sum(sublayers[name].saved for name in remade)
             gradients = sublayers["mlp"].backward - sublayers["mlp"].inside
             stream = sublayers["attention"].stream + width * settings.hidden_size
@@ -159,25 +169,32 @@ def graph_memory(
                     transient += layer_bytes * 2
             working = max(working, tokens * (inside + gradients + stream) + transient)
     if half and is_last:
-        copies += matrices.ends.get(HEAD, matrices.ends.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
+        copies[-1] += matrices.ends.get(HEAD, matrices.ends.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
+    losses = 0  # what the loss of each other pass under way keeps
     if is_last:
         vocabulary = settings.vocab_size
         if vocabulary % share == 0:
             vocabulary //= share
         logits = vocabulary * (_LOGIT_BYTES + modules * _LOSS_BYTES)
         working = max(working, tokens * (logits + settings.hidden_size * (_FLOAT32_BYTES + width)))
+        losses = tokens * vocabulary * _LOSS_BYTES * (1 + modules)
     if shares and stage == 0 and degrees.pipeline_stage > 1:
         # The lookup of the last micro-batch under way: the gathered embedding, and rows before they are summed.
         rows = 2 * _FLOAT32_BYTES * tokens * settings.hidden_size
         working = max(working, matrices.ends[EMBEDDING] + rows)
     tables = 2 * max(settings.seq_length, settings.max_positions) * settings.rotary_size * _FLOAT32_BYTES
     causal = settings.seq_length**2 * len(chunks)
-    at_once = max(
-        sum(one * passes for one, passes in zip(kept, counts, strict=True))
-        for counts, _ in stage_passes(config, degrees, facts, stage)
-    )
+    moments = []
+    for counts, _ in stage_passes(config, degrees, facts, stage):
+        copied = sum(copies)
+        if not keeps_gathered:
+            copied = sum(one * passes for one, passes in zip(copies, counts, strict=True))
+        copied += copied_once
+        at_once = sum(one * passes for one, passes in zip(kept, counts, strict=True))
+        moments.append((copied, at_once + losses * max(counts[-1] - 1, 0)))
+    copied, at_once = max(moments, key=sum)
     at_once += caches.of_layer * sum(map(len, chunks))
-    return GraphMemory(copies, tables + causal, at_once + working)
+    return GraphMemory(copied, tables + causal, at_once + working)
 
 
 class _CacheBytes(NamedTuple):
