@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the plan's estimate of an Ascend's memory with dry runs of MindSpore's Ascend backend, for 20 layouts.
+"""Compares the plan's estimate of an Ascend's memory with dry runs of MindSpore's Ascend backend, for 22 layouts.
 
     python scripts/check_memory.py
     python scripts/check_memory.py --only "experts, ep 4" "latent" --json memory.json
@@ -168,6 +168,13 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "graph: dense, tp 2 dp 4, level3, mlp recomputed": Layout(
         _QWEN, DENSE, 8, 6, {"model_parallel": 2}, {"parallel": level(3)} | select("mlp"), True
+    ),
+    "graph: dense, pp 4": Layout(
+        _QWEN, DENSE | FUSED | {"num_layers": 8}, 4, 0, {"pipeline_stage": 4, "micro_batch_num": 4}, {}, True
+    ),
+    "graph: dense, pp 4, dp 2, level3": Layout(
+        _QWEN, DENSE | FUSED | {"num_layers": 8}, 8, 0, {"pipeline_stage": 4, "micro_batch_num": 4},
+        {"parallel": level(3)}, True,
     ),
     "graph: experts, pp 2, tp 2, ep 4, last stage": Layout(
         _QWEN_MOE, EXPERTS | {"num_layers": 4}, 8, 7,

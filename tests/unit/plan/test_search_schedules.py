@@ -11,6 +11,7 @@ from trainer.config import Config, parse_config
 from trainer.models.spec.sublayers import attention_spec
 from trainer.parallel.world import world_of
 from trainer.plan.device.graph import _cache_bytes
+from trainer.plan.search.layouts import file_layout
 from trainer.plan.search.render import assumptions, result_dict
 from trainer.plan.search.search import Candidate, LayoutSearch, SearchResult
 from trainer.run.plan_file import open_search
@@ -114,3 +115,14 @@ def test_what_a_run_of_the_file_refuses_is_said() -> None:
     search, result = searched(config)
     place = result_dict(search, result, config, None)["file"]["place"]
     assert "a run refuses it: parallel.pipeline_config.pipeline_scheduler needs several model chunks" in place
+
+
+def test_where_only_the_sliced_layout_of_a_file_fits_the_error_says_so() -> None:
+    search = open_search(configuration("seqpipe", slices=4), world_of(8), "Ascend")
+    layout = file_layout(search.configs.unchanged, search.world)
+    result = SearchResult(search.configs, search.world, search.limit_bytes)
+    result.refused.append(Candidate(layout._replace(slices=1, schedule="1f1b"), {"total": 70 << 30}))
+    result.file = Candidate(layout, {"total": 50 << 30})
+    text = str(search.nothing_fits(result))
+    assert "no layout on 8 ranks fits into 60.0 GiB; the smallest (dp 2 pp 4, optimizer none" in text
+    assert "that of the file itself (dp 2 pp 4 seqpipe x 4 slices) needs 50.0 GiB" in text

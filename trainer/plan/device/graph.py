@@ -136,8 +136,8 @@ def graph_memory(
         receives = stage > 0 or number > 0
         for layer in layers:
             part = again[layer]
-            if degrees.pipeline_stage > 1 and part == "mlp" and not settings.is_moe_layer(layer):
-                part = ""  # MindSpore 2.10 keeps all of it: what its operators compute again saves nothing
+            if degrees.pipeline_stage > 1 and slices == 1 and part == "mlp" and not settings.is_moe_layer(layer):
+                part = ""  # MindSpore 2.10 keeps all of it where the operators of a run are marked, not its cells
             gathers = layer in gathering
             kind = ("sublayers", settings.is_moe_layer(layer), gathers, share, rows_shared)
             sublayers = facts.once(kind, lambda: _layer_sublayers(config, layer, gathers, half, share))  # noqa: B023

@@ -138,6 +138,8 @@ def file_place(result: SearchResult) -> str:
             if each.seconds < result.file.seconds
         }
         text = f"{len(faster)} kinds of layouts are estimated to be faster than its own"
+        if len(faster) == 1:
+            text = "1 kind of layout is estimated to be faster than its own"
         if result.file.memory_bytes > result.limit_bytes:
             text += f"; it needs {memory_text(result.file.memory_bytes)}"
     for error in result.file_errors[:1]:

@@ -359,9 +359,9 @@ class LayoutSearch:
                 f"no layout on {ranks} fits into {memory_text(self.limit_bytes)}; the smallest ({smallest}) needs"
                 f" {memory_text(least.memory_bytes)} of a rank"
             )
-            own = result.file
-            if own is not None and own.memory_bytes <= self.limit_bytes:
-                rule += f"; that of the file itself ({own.layout.text}) needs {memory_text(own.memory_bytes)}"
+            file = result.file
+            if file is not None and file.memory_bytes <= self.limit_bytes:
+                rule += f"; that of the file itself ({file.layout.text}) needs {memory_text(file.memory_bytes)}"
             return UserError(rule, where="flag --search", key=key, fix="use more ranks, or devices with more memory")
         rule = f"no layout divides the model and its global batch of {self.configs.global_batch} on these ranks"
         if result.broken:
