@@ -300,6 +300,14 @@ def test_norms_and_scale_of_latent_attention_are_those_of_the_class(keys: str, n
     assert bool(class_differences(config.decoder, "DeepseekV3ForCausalLM")) == (not normed)
 
 
+@pytest.mark.parametrize(("keys", "told"), [
+    (LATENT.replace("qk_nope_head_dim: 12", "qk_nope_head_dim: -40"), "model.qk_nope_head_dim = -40: must be at least"),
+    (LATENT + ", mscale: 1e200", "softmax_scale"),
+])  # fmt: skip
+def test_a_scale_that_cannot_be_computed_is_an_error_in_words(keys: str, told: str) -> None:
+    assert told in error_of(newer(keys))
+
+
 def test_a_published_config_json_and_a_model_without_a_class_have_deepseeks_norms_and_scale() -> None:
     keys = f"{SMALL}, multi_latent_attention: True, qk_nope_head_dim: 12, qk_rope_head_dim: 4"
     published = f"model_config: {{{LATENT}}}\n"

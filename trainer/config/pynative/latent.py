@@ -53,7 +53,7 @@ def set_latent_attention(work: Translation, family: str, known: SourceClass) -> 
     values |= {name: scaling[name] for name in _DEFAULTS if scaling.get(name) is not None}
     defaults = FAMILIES[family].defaults
     width: Any = [settings.get(name, defaults[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-    if not all(type(value) in (int, float) for value in (*values.values(), *width)):
+    if not all(type(value) in (int, float) for value in (*values.values(), *width)) or sum(width) <= 0:
         return  # an error follows
     if "yarn" in (settings.get("position_embedding_type"), scaling.get("type"), scaling.get("rope_type")):
         if not scaling and settings.keys().isdisjoint(_FACTORS):
@@ -69,7 +69,8 @@ def set_latent_attention(work: Translation, family: str, known: SourceClass) -> 
     for name in _SCALE_KEYS:
         parent(work.root, f"{_MODEL}.{name}", place).explicit.pop(name, None)
     if values["factor"] > 1:
-        factor = (0.1 * values["mscale"] * math.log(values["factor"]) + 1) ** 2
+        root = 0.1 * values["mscale"] * math.log(values["factor"]) + 1
+        factor = root * root  # a power would raise an error where it is too large
         work.set_key(f"{_MODEL}.softmax_scale", factor / math.sqrt(sum(width)), "model", place=place)
         text = f"the scale of the attention {source} has the factor {factor:.4g}"
         work.notes.append(f"{place.text}: {text}, (0.1 mscale ln(rotary_scaling_factor) + 1)^2, even without yarn")
