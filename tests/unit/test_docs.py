@@ -31,6 +31,7 @@ from trainer.launch.arguments import HELP, LaunchOptions, read_options, read_pos
 from trainer.launch.checks import TRACE_SWITCHES, TRACE_VALUES
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.parallel.world import world_of
+from trainer.run.plan_file import plan_file
 from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -180,13 +181,15 @@ def check_command(words: list[str]) -> None:
         assert arguments.config is not None, words
         # The config.yaml that a run leaves is there only after it: the examples train quickstart.yaml.
         left_by_a_run = arguments.config.startswith("output/")
-        name = "configs/quickstart.yaml" if left_by_a_run else arguments.config
+        file = "configs/quickstart.yaml" if left_by_a_run else arguments.config
         with tempfile.TemporaryDirectory() as folder:
             for text in blocks("yaml", "README.md"):
                 title, _, _ = text.partition("\n")
                 (Path(folder) / title.removeprefix("# ")).write_text(text, encoding="utf-8")
-            shown = Path(folder) / name
-            load_config(str(shown if shown.is_file() else REPOSITORY / name), arguments.overrides)
+            shown = Path(folder) / file
+            config = load_config(str(shown if shown.is_file() else REPOSITORY / file), arguments.overrides)
+        if name == "plan" and "--ranks" in arguments.rest and "--dryrun" not in arguments.rest:
+            plan_file(config, world_of(int(arguments.rest[arguments.rest.index("--ranks") + 1])), [])
 
 
 def check_job(options: LaunchOptions) -> None:
