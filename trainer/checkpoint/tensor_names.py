@@ -39,7 +39,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.config.families import FAMILIES, ExpertNames
+from trainer.config.families import FAMILIES
+from trainer.config.family.record import ExpertNames
 from trainer.parallel.sharding import Shard, ShardSpec, full_shard_spec
 from trainer.storage.interleaved_experts import join_interleaved_experts, split_interleaved_experts
 from trainer.storage.tensor_file import ArrayOrLazyArray, concatenate_arrays, read_shard, stack_arrays

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from trainer.config.families import FAMILIES, Family, shared_experts
+from trainer.config.families import FAMILIES
+from trainer.config.family.mixtures import shared_experts
+from trainer.config.family.record import Family
 from trainer.config.read.model_folder import CAUSAL, CLASSIFIER, model_from_config_json
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig

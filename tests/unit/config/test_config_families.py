@@ -10,6 +10,10 @@ from golden_files import load_model_case, model_case_names
 
 from trainer.config import dump_config, parse_config
 from trainer.config.families import FAMILIES
+from trainer.config.family.dense import DENSE
+from trainer.config.family.elsewhere import ELSEWHERE
+from trainer.config.family.layer_norm import LAYER_NORM
+from trainer.config.family.mixtures import MIXTURES
 from trainer.config.hugging_face import config_json
 from trainer.config.read.model_folder import model_from_config_json
 
@@ -230,3 +234,12 @@ def test_megatrons_key_means_biases_in_every_matrix() -> None:
     assert not decoder.qkv_has_bias and not decoder.attn_proj_has_bias
     decoder = load("model_config: {add_bias_linear: False, add_qkv_bias: True}\n").decoder
     assert decoder.qkv_has_bias and not decoder.mlp_has_bias
+
+
+def test_a_record_is_in_the_first_file_that_it_fits() -> None:
+    for name, family in FAMILIES.items():
+        is_layer_norm = family.model.get("normalization") == "LayerNorm"
+        fits = (not family.in_transformers, family.is_mixture, is_layer_norm, True)
+        files = (ELSEWHERE, MIXTURES, LAYER_NORM, DENSE)
+        assert [name in file for file in files].index(True) == fits.index(True), name
+    assert len(FAMILIES) == sum(map(len, (ELSEWHERE, MIXTURES, LAYER_NORM, DENSE)))

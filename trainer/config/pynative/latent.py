@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.checks.problem import problem_at
-from trainer.config.families import FAMILIES, SourceClass, has_latent_attention, named_family
+from trainer.config.families import FAMILIES, has_latent_attention, named_family
+from trainer.config.family.record import SourceClass
 from trainer.config.pynative.work import Translation
 from trainer.config.read.relocate import parent
 from trainer.config.schema.fields import yaml_names

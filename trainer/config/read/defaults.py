@@ -11,13 +11,12 @@ from trainer.config.checks.parallel import SEMI_AUTO
 from trainer.config.families import (
     FAMILIES,
     LATENT_DEFAULTS,
-    Family,
-    SourceClass,
     known_class,
     layers_with_experts,
     named_family,
     source_class,
 )
+from trainer.config.family.record import Family, SourceClass
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved

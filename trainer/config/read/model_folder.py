@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from trainer.config.checks.problem import ConfigError, one_of, problem_at
 from trainer.config.families import FAMILIES, known_class, known_families, named_family
-from trainer.config.family_record import Family
+from trainer.config.family.record import Family
 from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.other_models import NOT_BUILT, differences, is_known_effect
