@@ -16,7 +16,7 @@ from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.schema.model import ModelConfig
 from trainer.data.batches.context import ContextShard
 from trainer.models.dropout import DropoutShards
-from trainer.models.spec.model import AttentionSpec
+from trainer.models.spec.model import AttentionSpec, NormSpec
 from trainer.ops.dropout import DropoutKey
 from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.mesh import Degrees, build_mesh
@@ -111,7 +111,7 @@ def attend(world: CpuGroup, case: Case, size: int, ulysses: int) -> list[np.ndar
     part = ContextShard(groups.cp.rank, size, ulysses)
     hidden = HEADS * VALUE_SIZE
     spec = AttentionSpec(
-        hidden, HEADS, KV_HEADS, HEAD_SIZE, VALUE_SIZE, SCALE, 1e-6, HEAD_SIZE, window=case.window,
+        hidden, HEADS, KV_HEADS, HEAD_SIZE, VALUE_SIZE, SCALE, NormSpec(1e-6), HEAD_SIZE, window=case.window,
         dropout=RATE if case.dropout else 0.0,
     )  # fmt: skip
     sublayer = CpuAttention(spec, Scratch(), context=ContextParallel(part, groups.ring, groups.ulysses))

@@ -204,7 +204,7 @@ def attention_formula(
     spec: AttentionSpec, sequences: Sequences, masks: Arrays, x: np.ndarray, **weights: np.ndarray
 ) -> np.ndarray:
     """Returns the sublayer with its residual."""
-    y = numpy_kernels.rms_norm(x, weights[INPUT_NORM], spec.eps)
+    y = numpy_kernels.rms_norm(x, weights[INPUT_NORM], spec.norm.eps)
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         return linear_formula(f"self_attn.{name}", x, weights, spec.adapters, masks)
@@ -215,7 +215,7 @@ def attention_formula(
     out = numpy_kernels.attention(*heads, seen, spec.head_size, masks.get("probabilities"), spec.scale)
     added = linear("o_proj", out)
     if spec.post_norm:
-        added = numpy_kernels.rms_norm(added, weights[POST_ATTENTION_NORM], spec.eps)
+        added = numpy_kernels.rms_norm(added, weights[POST_ATTENTION_NORM], spec.norm.eps)
     return x + added * masks.get("attention_output", 1.0)
 
 
@@ -230,7 +230,7 @@ def _heads_formula(
             made = _rotated(spec, sequences, made, spec.head_size)
         if spec.head_norm and name != "v":
             by_head = made.reshape(len(y), -1, spec.head_size)
-            normed = numpy_kernels.rms_norm(by_head, weights[f"self_attn.{name}_norm.weight"], spec.eps)
+            normed = numpy_kernels.rms_norm(by_head, weights[f"self_attn.{name}_norm.weight"], spec.norm.eps)
             made = normed.reshape(made.shape)
         if name != "v" and not spec.norms_rotated:
             made = _rotated(spec, sequences, made, spec.head_size)
@@ -276,14 +276,14 @@ def mlp_formula(
     **weights: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Returns the sublayer with its residual, or what the matrices alone make of x."""
-    y = numpy_kernels.rms_norm(x, weights[MLP_NORM], spec.eps) if is_sublayer else x
+    y = numpy_kernels.rms_norm(x, weights[MLP_NORM], spec.norm.eps) if is_sublayer else x
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         return linear_formula(f"{prefix}{name}_proj", x, weights, spec.adapters, masks)
 
     added = linear("down", numpy_kernels.swiglu(linear("gate", y), linear("up", y)))
     if spec.post_norm:
-        added = numpy_kernels.rms_norm(added, weights[POST_MLP_NORM], spec.eps)
+        added = numpy_kernels.rms_norm(added, weights[POST_MLP_NORM], spec.norm.eps)
     return x * is_sublayer + added * masks.get("mlp_output", 1.0)
 
 

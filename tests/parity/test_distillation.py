@@ -43,6 +43,7 @@ from trainer.checkpoint.tensor_names import to_disk
 from trainer.config import Config, parse_config
 from trainer.data.batches.batch import Batch, WeightedBatch, concatenate, padding_batch
 from trainer.models.inputs import RouterStatistics
+from trainer.models.spec.model import NormSpec
 from trainer.run.session import open_session, open_teacher, open_training
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
@@ -75,7 +76,7 @@ def test_the_head_with_a_teacher(
     weights = {"norm": 1 + normal(random, HIDDEN, scale=0.3), "weight": normal(random, VOCABULARY, HIDDEN)}
     taught_ND = normal(random, ROWS, WIDTH)
     x_ND = normal(random, ROWS, HIDDEN)
-    teacher = FusedLinearCrossEntropy(WIDTH, 1e-3, Scratch(), scale=0.5, cap=2.0)
+    teacher = FusedLinearCrossEntropy(WIDTH, NormSpec(1e-3), Scratch(), scale=0.5, cap=2.0)
     normed_NE = 0.5 * numpy_kernels.rms_norm(taught_ND.astype(np.float64), theirs["norm"].astype(np.float64), 1e-3)
     target_NV = log_softmax(capped(normed_NE @ theirs["weight"].T.astype(np.float64), 2.0) / temperature)
 
@@ -94,7 +95,7 @@ def test_the_head_with_a_teacher(
     case = Case(x_ND, np.ones(()), weights, formula, 2 * HIDDEN + 4 + VOCABULARY + 8 + ROWS)
     limit = rounding_limit(case.terms)
     right = sums(x_ND, **weights)
-    run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), cap=cap)
+    run = FusedLinearCrossEntropy(HIDDEN, NormSpec(1e-3), Scratch(), cap=cap)
 
     def distillation() -> Distillation:
         return Distillation(alpha, temperature, teacher.logits_by_rows(SublayerCall(theirs, save=False), taught_ND))

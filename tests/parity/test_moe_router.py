@@ -20,6 +20,7 @@ from trainer.arrays.tiles import CpuRmsNorm
 from trainer.config import parse_config
 from trainer.models.inputs import SequenceWeights
 from trainer.models.moe import Gates, Router, RouterLosses
+from trainer.models.spec.model import NormSpec
 from trainer.ops import plain_moe
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing, RoutingRule, route
@@ -93,7 +94,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(
 
     def natively(x: np.ndarray, router: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the gradients of x, through the norm, and of the router."""
-        norm, native = CpuRmsNorm(settings.rms_norm_eps), CpuRouter(settings.experts)
+        norm, native = CpuRmsNorm(NormSpec(settings.rms_norm_eps)), CpuRouter(settings.experts)
         labels = labels_of(sequence_weights)
         y, scale = np.empty_like(x), norm.scales(x)
         norm(x, ones, scale, y)

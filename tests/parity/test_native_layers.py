@@ -50,7 +50,7 @@ from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
 from trainer.arrays.vocabulary.loss_terms import LossTerms
 from trainer.device.threads import HostThreads
 from trainer.models.inputs import RouterStatistics
-from trainer.models.spec.model import AdapterSpec, MlpSpec
+from trainer.models.spec.model import AdapterSpec, MlpSpec, NormSpec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN
 from trainer.models.spec.saved import attention_saved, mlp_saved
 
@@ -95,7 +95,7 @@ def test_feed_forward_layer(name: str, tokens: int, implementation: str) -> None
 
 
 def test_shared_experts_have_neither_norm_nor_residual(implementation: str) -> None:
-    random, spec = np.random.default_rng(1), MlpSpec(HIDDEN, WIDTH, 1e-3)
+    random, spec = np.random.default_rng(1), MlpSpec(HIDDEN, WIDTH, NormSpec(1e-3))
     shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     weights = {f"{name}_proj.weight": normal(random, *shape, scale=shape[1] ** -0.5) for name, shape in shapes.items()}
     x_ND, upstream_ND = normal(random, 10, HIDDEN), normal(random, 10, HIDDEN)
@@ -201,7 +201,7 @@ class HeadCase(NamedTuple):
         return Case(self.x_ND, np.ones(()), self.weights, self.formula, terms + HIDDEN * ("mapping" in self.weights))
 
     def run(self, trained: tuple[str, ...] | None = None) -> HeadResult:
-        run = FusedLinearCrossEntropy(len(self.weights["norm"]), 1e-3, Scratch())
+        run = FusedLinearCrossEntropy(len(self.weights["norm"]), NormSpec(1e-3), Scratch())
         return run_head(run, self.weights, self.x_ND, self.labels_N, self.valid_N1, trained)
 
 
@@ -231,7 +231,7 @@ def test_head(rows: int, valid: int, maps: bool, implementation: str) -> None:
     np.testing.assert_array_equal(own.x_ND, given)
     alone = own.run()
     assert alone.loss == found.loss and alone[1:] == (None, {})
-    run = FusedLinearCrossEntropy(len(own.weights["norm"]), 1e-3, Scratch())
+    run = FusedLinearCrossEntropy(len(own.weights["norm"]), NormSpec(1e-3), Scratch())
     z = own.x_ND if not maps else numpy_kernels.linear(own.x_ND, own.weights["mapping"])
     logits_NV = numpy_kernels.linear(numpy_kernels.rms_norm(z, own.weights["norm"], 1e-3), own.weights["weight"])
     assert distance(run.logits(SublayerCall(own.weights), own.x_ND), logits_NV) <= rounding_limit(case.terms)
@@ -247,7 +247,7 @@ def test_the_adapter_of_the_head_adds_up_over_blocks_of_tokens(monkeypatch: pyte
     def formula(lora_A: np.ndarray, lora_B: np.ndarray, weight: np.ndarray, **others: np.ndarray):
         return own.formula(weight=weight + 1.5 * lora_B @ lora_A, **others)
 
-    run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), adapter=AdapterSpec(2, 1.5))
+    run = FusedLinearCrossEntropy(HIDDEN, NormSpec(1e-3), Scratch(), adapter=AdapterSpec(2, 1.5))
     arguments = run, weights, own.x_ND, own.labels_N, own.valid_N1
     every = run_head(*arguments, tuple(weights))
     case = Case(own.x_ND, np.ones(()), weights, formula, own.case.terms + 2)
@@ -312,7 +312,7 @@ def test_the_head_with_terms_beside_cross_entropy(
         return sums(x, norm, weight) @ [1 - smoothing, smoothing, z_weight]
 
     case = Case(own.x_ND, np.ones(()), own.weights, formula, own.case.terms)
-    run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), cap=cap)
+    run = FusedLinearCrossEntropy(HIDDEN, NormSpec(1e-3), Scratch(), cap=cap)
     arrays = own.x_ND, own.labels_N, own.valid_N1, None
     for trained in (tuple(own.weights), ("norm",)):
         call = SublayerCall(own.weights, save=True, trained=trained)
@@ -396,7 +396,7 @@ def merge_case() -> Case:
 
 
 def test_the_merge_of_a_further_prediction(implementation: str) -> None:
-    case, run = merge_case(), CpuMerge(HIDDEN, 1e-3, Scratch())
+    case, run = merge_case(), CpuMerge(HIDDEN, NormSpec(1e-3), Scratch())
     weights = dict(case.weights)
     stream_ND = weights.pop("stream")
     case.check_result(run.forward(SublayerCall(weights), case.x_ND, stream_ND).asnumpy())
@@ -457,7 +457,7 @@ def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     yield "embedding", result
     yield from found.items()
     case = merge_case()
-    of_x, of_stream, found = CpuMerge(HIDDEN, 1e-3, scratch).backward(
+    of_x, of_stream, found = CpuMerge(HIDDEN, NormSpec(1e-3), scratch).backward(
         case.call(), case.x_ND, case.weights["stream"], case.upstream_ND
     )
     yield from ({"merge of x": of_x, "merge of the stream": of_stream} | found).items()

@@ -179,7 +179,7 @@ def case_of(name: str) -> MoeCase:
     made = MoeCase(unused, settings.experts, layer.mlp, inputs, bias_E)
     routing = made.forward()[1].routing
     mask = masks.get("mlp_output", 1.0)
-    formula = functools.partial(moe_formula, settings.experts, layer.mlp.eps, routing, inputs, mask)
+    formula = functools.partial(moe_formula, settings.experts, layer.mlp.norm.eps, routing, inputs, mask)
     return replace(made, case=replace(unused, formula=formula))
 
 
@@ -204,7 +204,7 @@ def test_experts(name: str, implementation: str) -> None:
 def check_choice(made: MoeCase, passed: MoePass) -> None:
     """Checks that a token's experts have the best scores, in its best groups, with the expert bias."""
     weights = {name: array.astype(np.float64) for name, array in made.weights.items()}
-    y = numpy_kernels.rms_norm(made.case.x_ND.astype(np.float64), weights[MLP_NORM], made.spec.eps)
+    y = numpy_kernels.rms_norm(made.case.x_ND.astype(np.float64), weights[MLP_NORM], made.spec.norm.eps)
     scores = scores_formula(made.moe, y @ weights[ROUTER].T) + weights.get(EXPERT_BIAS, 0.0)
     if (made.moe.n_group or 1) > 1:
         groups = np.sort(scores.reshape(TOKENS, made.moe.n_group, -1), -1)[..., -2:].sum(-1)

@@ -28,6 +28,7 @@ from trainer.arrays.vocabulary.embedding import CpuEmbedding
 from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
 from trainer.models.dropout import DropoutShards
 from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import NormSpec
 from trainer.models.spec.names import EMBEDDING
 from trainer.models.spec.saved import attention_saved, mlp_saved
 from trainer.parallel.host_group import CpuGroup
@@ -260,7 +261,7 @@ def test_a_head_over_shards_of_the_vocabulary(ranks: int, sequence_parallel: boo
 
     def work(group: CpuGroup) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         tensor = TensorParallel(group, sequence_parallel)
-        run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), tensor, VOCABULARY)
+        run = FusedLinearCrossEntropy(HIDDEN, NormSpec(1e-3), Scratch(), tensor, VOCABULARY)
         own, x_nD = shard_of(case.weights, "weight", group), case.x_ND[tensor.residual_shard(len(case.x_ND))]
         alone = run.forward(SublayerCall(own, save=False), x_nD, given.labels_N, given.valid_N1)
         call = SublayerCall(own, trained=own)

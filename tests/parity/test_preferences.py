@@ -37,6 +37,7 @@ from trainer.data.batches.batch import (
     padding_batch,
     select_documents,
 )
+from trainer.models.spec.model import NormSpec
 from trainer.run.session import open_training
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import StepResult, TrainStep
@@ -71,7 +72,7 @@ def test_loss_and_gradients_of_the_head(kind: str) -> None:
     labels_N = np.where(valid_N1[:, 0] > 0, labels_N, 0)
 
     def run(*trained: str, save: bool = True):
-        head = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch())
+        head = FusedLinearCrossEntropy(HIDDEN, NormSpec(1e-3), Scratch())
         pairs = find_pairs(batch, section)
         call = SublayerCall(case.weights, save=save, trained=trained)
         loss = head.forward(call, case.x_ND, labels_N, valid_N1, pairs).asnumpy()
@@ -122,7 +123,7 @@ def test_loss_and_gradients_of_a_reward_model() -> None:
     case, batch = reward_case()
     labels_N = batch.labels.reshape(-1)
     valid_N1 = (labels_N != IGNORE_INDEX).astype(np.float32)[:, None]
-    head = ScoreHead(HIDDEN, 1e-3, Scratch())
+    head = ScoreHead(HIDDEN, NormSpec(1e-3), Scratch())
     pairs = find_pairs(batch, LossConfig(**loss_of("reward")))
     call = SublayerCall(case.weights, save=True, trained=("norm", "weight"))
     case.check_result(head.forward(call, case.x_ND, labels_N, valid_N1, pairs).asnumpy())

@@ -60,7 +60,7 @@ def max_logits(trainer: TinyTrainer, weights: dict[str, np.ndarray], batch: Batc
     spec = attention_spec(trainer.model.settings)
     sizes = spec.latent
     x = weights["model.embed_tokens.weight"][batch.input_ids]
-    x = normed(x, weights["model.layers.0.input_layernorm.weight"], spec.eps)
+    x = normed(x, weights["model.layers.0.input_layernorm.weight"], spec.norm.eps)
     if sizes.query_rank is None:
         queries = x @ weights[f"{ATTENTION}q_proj.weight"].T
     else:

@@ -1,6 +1,6 @@
 """The feed-forward sublayer: x + W_down (silu(W_gate norm(x)) * W_up norm(x)), forward and backward.
 
-Without a gate it is x + W_proj gelu(W_fc norm(x)).
+Without a gate it is x + W_down act(W_up norm(x)); the activation may be another one than silu.
 
 Legend: as in tiles.py.
 """
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import empty
-from trainer.arrays.numpy_operators import Activation
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
-from trainer.arrays.tiles import CpuRmsNorm, gated, gated_gradient, ungated, ungated_gradient
+from trainer.arrays.tiles import CpuRmsNorm, gated, gated_gradient
 from trainer.models.spec.names import POST_MLP_NORM
 from trainer.models.spec.saved import mlp_saved
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mindspore import Tensor
 
     from trainer.arrays.sublayer import SequenceParallelComm
@@ -41,14 +42,11 @@ class CpuMlp:
         is_sublayer: bool = True,
     ) -> None:  # fmt: skip
         self.spec = spec
-        self.activation: Activation = "silu"
-        if spec.is_gelu:
-            self.activation = "gelu"
         self.scratch = scratch
         self.tensor = tensor
         norm = None
         if is_sublayer and spec.pre_norm:
-            norm = CpuRmsNorm(spec.eps, spec.centers_norms)
+            norm = CpuRmsNorm(spec.norm)
         # In a parallel block attention's gradient contains that of the residual stream.
         adds = is_sublayer and not spec.is_parallel
         self.input = NormedInput(norm, spec.norm_name, scratch, tensor, adds=adds)
@@ -90,11 +88,15 @@ class CpuMlp:
         inner_nF = arrays[0]
         if call.save or dtype != np.float32:
             inner_nF = tile.take(width)
-        if self.spec.has_gate:
-            gated(arrays[0], arrays[1], inner_nF, tile, self.activation)
-        else:
-            ungated(arrays[0], inner_nF, tile)
+        gated(*self._gate_and_up(arrays), inner_nF, tile, self.spec.activation)
         self.output.forward(call, stream_ND, tile.cast(inner_nF, dtype), out_ND, tile)
+
+    @staticmethod
+    def _gate_and_up(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns what the activation takes, and what multiplies it: None without a gate."""
+        if len(arrays) == 1:
+            return arrays[0], None
+        return arrays[0], arrays[1]
 
     def predict(
         self, call: SublayerCall, x_ND: np.ndarray, thread: int, stream_ND: np.ndarray | None = None
@@ -144,10 +146,7 @@ class CpuMlp:
                 inner_nF = tile.take(self.spec.width, dtype)
             grad_inner_nF = tile.take(self.spec.width)
             low_Rn = self.output.backward(call, grad, grad_inner_nF, tile)
-            if self.spec.has_gate:
-                gated_gradient(arrays[0], arrays[1], grad_inner_nF, inner_nF, tile, self.activation)
-            else:
-                ungated_gradient(arrays[0], grad_inner_nF, inner_nF, tile)
+            gated_gradient(*self._gate_and_up(arrays), grad_inner_nF, inner_nF, tile, self.spec.activation)
             down.add_adapter_gradients(call, low_Rn, grad.factor_ND[tile.rows], inner_nF, tile)
             # Now the saved arrays hold their gradients.
             into_nD = None

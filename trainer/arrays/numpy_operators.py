@@ -6,16 +6,17 @@ within rounding. `operators.py` chooses.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from trainer.storage.bfloat16 import as_bfloat16, as_float32
 
+if TYPE_CHECKING:
+    from trainer.config.schema.model import Activation
+
 BFLOAT16 = np.uint16
 """The dtype of arrays that hold numbers in bfloat16."""
-Activation: TypeAlias = Literal["silu", "gelu"]
-"""The activations of `gated`; GELU is approximated by tanh."""
 _GELU_ROOT = np.float32((8 / np.pi) ** 0.5)
 _GELU_CUBE = np.float32(0.044715)
 _GELU_NUMBERS = 1 << 16  # at once: fewer have more calls, more leave the cache
@@ -101,22 +102,30 @@ class NumpyOperators:
         sigmoid = 1 / (1 + np.exp(-x))
         np.multiply(grad, sigmoid * (1 + x * (1 - sigmoid)), out=out)
 
-    def rms_scales(self, x: np.ndarray, eps: np.float32) -> np.ndarray:
-        """Returns 1 / sqrt(mean(x^2) + eps) of each row of [n, D], [n] (Zhang and Sennrich 2019, equation 4)."""
+    def rms_scales(self, x: np.ndarray, eps: np.float32, centers: bool = False) -> np.ndarray:
+        """Returns 1 / sqrt(mean(x^2) + eps) of each row of [n, D], [n] (Zhang and Sennrich 2019, equation 4).
+
+        With `centers` x is taken without the mean of its row, in `rms_norm` and `rms_norm_gradient` as well.
+        """
+        x = _centered(x, centers)
         return 1 / np.sqrt(np.einsum("nd,nd->n", x, x) / np.float32(x.shape[1]) + eps)
 
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, scale: np.ndarray, out: np.ndarray) -> None:
+    def rms_norm(
+        self, x: np.ndarray, weight: np.ndarray, scale: np.ndarray, out: np.ndarray, centers: bool = False
+    ) -> None:
         """Writes x scale weight for the rows of [n, D], with weight [D] and the result of `rms_scales`."""
-        np.multiply(x, scale[:, None], out=out)
+        np.multiply(_centered(x, centers), scale[:, None], out=out)
         out *= weight
 
     def rms_norm_gradient(
-        self, x: np.ndarray, weight: np.ndarray, scale: np.ndarray, grad: np.ndarray, work: np.ndarray
-    ) -> np.ndarray:
+        self, x: np.ndarray, weight: np.ndarray, scale: np.ndarray, grad: np.ndarray, work: np.ndarray,
+        centers: bool = False,
+    ) -> np.ndarray:  # fmt: skip
         """Replaces `grad`, the gradient of `rms_norm`, by that of x, and returns the gradient of the weight, [D].
 
         `work` has the shape of x and may be overwritten.
         """
+        x = _centered(x, centers)
         np.multiply(grad, x, out=work)
         weight_grad = scale @ work
         # The direct part minus its projection on x: mean(grad * weight * x) scale^3.
@@ -125,29 +134,36 @@ class NumpyOperators:
         grad *= scale[:, None]
         np.multiply(x, projected[:, None], out=work)
         grad -= work
+        if centers:
+            grad -= grad.mean(1, keepdims=True)
         return weight_grad
 
-    def gated(self, gate: np.ndarray, up: np.ndarray, out: np.ndarray, activation: Activation = "silu") -> None:
-        """Writes activation(gate) * up (Shazeer 2020, equation 5); `out` may be gate."""
+    def gated(
+        self, gate: np.ndarray, up: np.ndarray | None, out: np.ndarray, activation: Activation = "silu"
+    ) -> None:
+        """Writes activation(gate) * up (Shazeer 2020, equation 5), or activation(gate); `out` may be gate."""
         self._activate(gate, out, activation)
-        np.multiply(out, up, out=out)
+        if up is not None:
+            np.multiply(out, up, out=out)
 
     def gated_gradient(
-        self, gate: np.ndarray, up: np.ndarray, grad: np.ndarray, result: np.ndarray | None, work: np.ndarray,
+        self, gate: np.ndarray, up: np.ndarray | None, grad: np.ndarray, result: np.ndarray | None, work: np.ndarray,
         activation: Activation = "silu",
     ) -> None:  # fmt: skip
         """Replaces gate and up by their gradients, from `grad`, that of the result of `gated`.
 
         `result`, if given, receives that result. `work` has the shape of gate and may be overwritten.
         """
+        if up is None:
+            if result is not None:
+                self._activate(gate, result, activation)
+            self._activation_gradient(gate, grad, gate, activation)
+            return
         self._activate(gate, work, activation)
         if result is not None:
             np.multiply(work, up, out=result)
         np.multiply(grad, up, out=up)
-        if activation == "gelu":
-            self._gelu_gradient(gate, up, gate)
-        else:
-            self.silu_gradient(gate, up, gate)
+        self._activation_gradient(gate, up, gate, activation)
         np.multiply(grad, work, out=up)
 
     def shares(self, x: np.ndarray) -> bool:
@@ -231,10 +247,17 @@ class NumpyOperators:
         numbers *= rotation
 
     def _activate(self, x: np.ndarray, out: np.ndarray, activation: Activation) -> None:
-        if activation == "gelu":
+        if activation == "gelu_pytorch_tanh":
             self._gelu(x, out)
         else:
             self.silu(x, out)
+
+    def _activation_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray, activation: Activation) -> None:
+        """Writes grad times the derivative of the activation; `out` may be grad or x."""
+        if activation == "gelu_pytorch_tanh":
+            self._gelu_gradient(x, grad, out)
+        else:
+            self.silu_gradient(x, grad, out)
 
     def _gelu(self, x: np.ndarray, out: np.ndarray) -> None:
         """Writes x (1 + tanh(y)) / 2 with y = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel 2016, section 2).
@@ -280,6 +303,13 @@ def _widened(x: np.ndarray) -> np.ndarray:
     if x.dtype == BFLOAT16:
         return as_float32(x)
     return x.astype(np.float32, copy=False)
+
+
+def _centered(x: np.ndarray, centers: bool) -> np.ndarray:
+    """Returns rows without their means, or as they are."""
+    if centers:
+        return x - x.mean(1, keepdims=True)
+    return x
 
 
 def _gelu_inner(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -451,7 +451,7 @@ class SublayerOutput:
         self.tensor = tensor
         self.norm = None
         if spec.post_norm:
-            self.norm = CpuRmsNorm(spec.eps)
+            self.norm = CpuRmsNorm(spec.norm.rms)
         self.norm_name = norm_name
         self.rate = spec.output_dropout
         self.scale = np.float32(spec.output_scale)

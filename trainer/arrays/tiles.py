@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed, to_float32_if_needed
-from trainer.arrays.numpy_operators import Activation
 from trainer.arrays.operators import operators
 from trainer.models.spec.names import norm_bias
 
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from mindspore import Tensor
 
     from trainer.arrays.dropout import LayerDropout
+    from trainer.config.schema.model import Activation
+    from trainer.models.spec.model import NormSpec
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Gradients: TypeAlias = "dict[str, Tensor]"
@@ -181,28 +182,23 @@ def shared_product(
 class CpuRmsNorm:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, equation 4).
 
-    Args:
-        centers: Subtracts the mean of a row from x first, and adds a bias if the model has one: LayerNorm (Ba et al.
-            2016, section 3).
+    If `spec.centers` it takes x without the mean of the row: LayerNorm (Ba et al. 2016, section 3), which adds a bias
+    if the model has one. Offsets of weights are in `weight` already.
     """
 
-    def __init__(self, eps: float, centers: bool = False) -> None:
-        self.eps = np.float32(eps)
-        self.centers = centers
+    def __init__(self, spec: NormSpec) -> None:
+        self.eps = np.float32(spec.eps)
+        self.centers = spec.centers
 
     def scales(self, x_nD: np.ndarray) -> np.ndarray:
-        """Returns 1 / sqrt(mean(x^2) + eps) of each row, [n]."""
-        if self.centers:
-            x_nD = x_nD - x_nD.mean(1, keepdims=True)
-        return operators().rms_scales(x_nD, self.eps)
+        """Returns the factor of each row, [n]."""
+        return operators().rms_scales(x_nD, self.eps, self.centers)
 
     def __call__(
         self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, out_nD: np.ndarray,
         bias_D: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        if self.centers:
-            x_nD = np.subtract(x_nD, x_nD.mean(1, keepdims=True), out=out_nD)
-        operators().rms_norm(x_nD, weight_D, scale_n, out_nD)
+        operators().rms_norm(x_nD, weight_D, scale_n, out_nD, self.centers)
         if bias_D is not None:
             out_nD += bias_D
 
@@ -231,12 +227,7 @@ class CpuRmsNorm:
         self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, grad_nD: np.ndarray, work_nD: np.ndarray
     ) -> np.ndarray:
         """Replaces `grad_nD` by the gradient of x, overwrites `work_nD`, and returns the weight's gradient, [D]."""
-        if self.centers:
-            x_nD = x_nD - x_nD.mean(1, keepdims=True)
-        weight_grad_D = operators().rms_norm_gradient(x_nD, weight_D, scale_n, grad_nD, work_nD)
-        if self.centers:
-            grad_nD -= grad_nD.mean(1, keepdims=True)
-        return weight_grad_D
+        return operators().rms_norm_gradient(x_nD, weight_D, scale_n, grad_nD, work_nD, self.centers)
 
 
 class SublayerCall:
@@ -325,14 +316,18 @@ class WeightGradients:
         return self.tensors
 
 
-def gated(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, tile: Tile, activation: Activation) -> None:
-    """Writes activation(gate) * up in float32 to `out_nF`, which may be gate if gate is float32."""
+def gated(
+    gate_nF: np.ndarray, up_nF: np.ndarray | None, out_nF: np.ndarray, tile: Tile, activation: Activation
+) -> None:
+    """Writes activation(gate) * up in float32 to `out_nF`, which may be gate if gate is float32; no up is 1."""
     gate_nF = to_float32_if_needed(gate_nF, out_nF)
-    operators().gated(gate_nF, tile.to_float32(up_nF), out_nF, activation)
+    if up_nF is not None:
+        up_nF = tile.to_float32(up_nF)
+    operators().gated(gate_nF, up_nF, out_nF, activation)
 
 
 def gated_gradient(
-    gate_nF: np.ndarray, up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile,
+    gate_nF: np.ndarray, up_nF: np.ndarray | None, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile,
     activation: Activation = "silu",
 ) -> None:  # fmt: skip
     """Replaces gate and up by their gradients, from `grad_nF`, the gradient of the result of `gated`.
@@ -341,7 +336,9 @@ def gated_gradient(
     """
     width = gate_nF.shape[1]
     wide_gate_nF = tile.to_float32(gate_nF)
-    wide_up_nF = tile.to_float32(up_nF)
+    wide_up_nF = up_nF
+    if up_nF is not None:
+        wide_up_nF = tile.to_float32(up_nF)
     wide_inner_nF = inner_nF
     if inner_nF is not None and inner_nF.dtype != np.float32:
         wide_inner_nF = tile.take(width)
@@ -349,24 +346,6 @@ def gated_gradient(
     for wide_nF, narrow_nF in ((wide_gate_nF, gate_nF), (wide_up_nF, up_nF), (wide_inner_nF, inner_nF)):
         if wide_nF is not None and narrow_nF is not None:
             to_bfloat16_if_needed(wide_nF, narrow_nF)
-
-
-def ungated(up_nF: np.ndarray, out_nF: np.ndarray, tile: Tile) -> None:
-    """Writes gelu(up) in float32 to `out_nF`, which may be up if that is float32."""
-    wide_nF = to_float32_if_needed(up_nF, out_nF)
-    operators().gated(wide_nF, _ones(tile, up_nF.shape[1]), out_nF, "gelu")
-
-
-def ungated_gradient(up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile) -> None:
-    """Replaces up by its gradient, from that of gelu(up), which `inner_nF`, if given, receives in the dtype of up."""
-    gated_gradient(up_nF, _ones(tile, up_nF.shape[1]), grad_nF, inner_nF, tile, "gelu")
-
-
-def _ones(tile: Tile, width: int) -> np.ndarray:
-    """Returns what multiplies an activation that no other matrix gates."""
-    ones_nF = tile.take(width)
-    ones_nF.fill(1)
-    return ones_nF
 
 
 def clamped_swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, limit: float, alpha: float) -> None:

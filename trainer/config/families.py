@@ -65,8 +65,3 @@ def named_family(settings: Mapping[str, Any]) -> tuple[str, str]:
 def known_families() -> str:
     """Lists all of `FAMILIES` for a message."""
     return ", ".join(f"{name} ({family.model_type})" for name, family in FAMILIES.items())
-
-
-def layers_with_experts(layers: int, step: int, dense: list[int]) -> list[int]:
-    """Converts Qwen3-MoE's decoder_sparse_step and mlp_only_layers to ``moe_layer_freq``: 1 or 0 for each layer."""
-    return [int((layer + 1) % step == 0 and layer not in dense) for layer in range(layers)]

@@ -12,7 +12,7 @@ from trainer.config.read.model_folder import CAUSAL, CLASSIFIER, model_from_conf
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
-from trainer.models.spec.sublayers import attention_spec, has_norm_bias, mlp_spec
+from trainer.models.spec.sublayers import attention_spec, mlp_spec, norm_spec
 
 _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "intermediate_size": lambda s: s.ffn_size,
@@ -187,8 +187,9 @@ _FACTS = (
     _Fact(lambda s: s.attention_sinks, "attention sinks", "no attention sinks"),
     _Fact(lambda s: (s.final_logit_softcapping,), "another cap of the logits"),
     _Fact(lambda s: (s.activation,), "another activation"),
-    _Fact(lambda s: not s.gated_linear_unit, "a feed-forward layer without a gate", "a gate in the feed-forward layer"),
-    _Fact(lambda s: (s.centers_norms, has_norm_bias(s)), "norms of another kind"),
+    _Fact(lambda s: not s.gated_linear_unit and s.mlp_names, "a feed-forward layer without a gate",
+          "a gate in the feed-forward layer", "other names of its matrices"),
+    _Fact(lambda s: norm_spec(s)[2:], "norms of another kind"),
     _Fact(lambda s: s.parallel_attn, "attention and feed-forward layer side by side",
           "a feed-forward layer behind the attention"),
     _Fact(lambda s: s.norm_offset, "norms with zero-centered weights", "norms without zero-centered weights"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
+from trainer.config.schema.model import ModelConfig
 
 _HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
 """Says of a key's value, and of all keys of the config.json, whether the key has no effect."""
@@ -107,5 +108,5 @@ def differences(settings: Mapping[str, Any]) -> Iterator[str]:
         others = sorted(set(map(str, types)) - {"full_attention", "sliding_attention"})
         if others:
             yield f"layer_types has layers of {', '.join(others)}"
-    if settings.get("hidden_act") not in (None, "silu", "swiglu", "fusedswiglu", "gelu_pytorch_tanh"):
+    if settings.get("hidden_act") not in (None, *get_args(ModelConfig.model_fields["hidden_act"].annotation)):
         yield f"hidden_act {settings['hidden_act']} means another activation"

@@ -125,16 +125,14 @@ class ArrayParts:
         embedding_name, head_name = (name.removesuffix(".weight") for name in (EMBEDDING, HEAD))
         self.embedding = CpuEmbedding(tensor, self.vocabulary, self.spec.adapters.get(embedding_name))
         self.mapping = CpuMapping(self.scratch)
-        self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
+        self.merge = CpuMerge(self.spec.hidden, self.spec.norm, self.scratch)
         self.head: FusedLinearCrossEntropy | ScoreHead = FusedLinearCrossEntropy(
-            self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, settings.logits_factor,
-            settings.final_logit_softcapping, self.spec.adapters.get(head_name), centers=self.spec.centers_norms,
+            self.spec.embedding, self.spec.norm, self.scratch, tensor, self.vocabulary, settings.logits_factor,
+            settings.final_logit_softcapping, self.spec.adapters.get(head_name),
         )  # fmt: skip
         narrow = ["weight", "mapping"]
         if self.spec.has_score:
-            self.head = ScoreHead(
-                self.spec.embedding, self.spec.eps, self.scratch, centers=self.spec.centers_norms
-            )
+            self.head = ScoreHead(self.spec.embedding, self.spec.norm, self.scratch)
             narrow = ["mapping"]
         embedding_names = (EMBEDDING, *adapter_names(embedding_name))
         self.embedding_weights = self._part({name: name for name in embedding_names}, narrow=[], by_rows=[EMBEDDING])
@@ -164,7 +162,7 @@ class ArrayParts:
         """Returns the weights of a part that this rank has; `names` maps names in the part to full names."""
         named = {name: self.parameters[full] for name, full in names.items() if full in self.parameters}
         centered: list[str] = []
-        if self.spec.norm_offset:
+        if self.spec.norm.offset:
             centered = [name for name in named if name == "norm" or name.endswith("norm.weight")]
         return PartWeights(named, self.dtype, narrow, self.unsharded, centered, by_rows, self.scratch)
 

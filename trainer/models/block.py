@@ -37,13 +37,13 @@ from trainer.models.spec.names import (  # noqa: F401
     norm_bias,
 )
 from trainer.models.spec.shapes import block_names
-from trainer.models.spec.sublayers import attention_spec, latent_spec, mlp_spec
+from trainer.models.spec.sublayers import attention_spec, latent_spec, mlp_spec, norm_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainer.config.schema.model import ModelConfig
-    from trainer.models.spec.model import AttentionSpec, MlpSpec
+    from trainer.models.spec.model import AttentionSpec, MlpSpec, NormSpec
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.vocabulary import VocabShard
     from trainer.parallel.tensor import TensorParallel
@@ -87,12 +87,13 @@ class LayerNorm(nn.Cell):
         return self.add_bias(y_ND, self.cast(bias_D, y_ND.dtype))
 
 
-def make_norm(norm: nn.Cell, offset: float, centers: bool = False) -> nn.Cell:
-    """Returns a norm that adds `offset` to its weights, or a LayerNorm."""
-    if centers:
-        return LayerNorm(norm)
-    if offset:
-        return CenteredNorm(norm, offset)
+def make_norm(kernel: Callable[[int, float], nn.Cell], size: int, spec: NormSpec) -> nn.Cell:
+    """Returns the norm of rows of `size` numbers, from the kernel of RMSNorm."""
+    norm = kernel(size, spec.eps)
+    if spec.offset:
+        norm = CenteredNorm(norm, spec.offset)
+    if spec.centers:
+        norm = LayerNorm(norm)
     return norm
 
 
@@ -112,7 +113,7 @@ class SublayerOutput(nn.Cell):
     ) -> None:
         super().__init__()
         self.has_norm = spec.post_norm
-        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset)
+        self.norm = make_norm(kernels.rms_norm, spec.hidden, spec.norm.rms)
         if self.has_norm:
             self.norm_weight = names.index(norm_name)
         self.factor = spec.output_scale
@@ -159,7 +160,7 @@ class AttentionLayer(nn.Cell):
         self.head_size = spec.head_size
         self.has_pre_norm = spec.pre_norm
         self.norm_weights = norm_arguments(names, INPUT_NORM)
-        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset, spec.centers_norms)
+        self.norm = make_norm(kernels.rms_norm, spec.hidden, spec.norm)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.query, self.key, self.value = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "qkv")
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
@@ -169,8 +170,8 @@ class AttentionLayer(nn.Cell):
         if self.qk_norm:
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
         query_width, key_width = spec.norm_widths
-        self.query_norm = make_norm(kernels.head_norm(query_width, spec.eps), spec.norm_offset)
-        self.key_norm = make_norm(kernels.head_norm(key_width, spec.eps), spec.norm_offset)
+        self.query_norm = make_norm(kernels.head_norm, query_width, spec.norm.rms)
+        self.key_norm = make_norm(kernels.head_norm, key_width, spec.norm.rms)
         rotary_sizes = self.head_size, spec.rotary_size, spec.rotary_interleaved
         self.query_rotary, self.key_rotary = (kernels.rotary(*rotary_sizes) for _ in range(2))
         self.heads = spec.heads
@@ -286,7 +287,7 @@ class MlpLayer(nn.Cell):
         spec = mlp_spec(settings)
         self.has_pre_norm = spec.pre_norm
         self.norm_weights = norm_arguments(names, spec.norm_name)
-        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset, spec.centers_norms)
+        self.norm = make_norm(kernels.rms_norm, spec.hidden, spec.norm)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.has_gate = spec.has_gate
         *inner, output = spec.matrices
@@ -294,9 +295,7 @@ class MlpLayer(nn.Cell):
             self.gate = Projection(inner[0], settings, kernels)
         self.up = Projection(inner[-1], settings, kernels)
         self.down = Projection(output, settings, kernels, tensor)
-        self.swiglu = kernels.swiglu()
-        if spec.is_gelu:
-            self.swiglu = kernels.geglu()
+        self.activation = kernels.gated(spec.activation)
         self.changes_output = spec.changes_output
         self.output = SublayerOutput(spec, names, POST_MLP_NORM, kernels)
 
@@ -307,9 +306,9 @@ class MlpLayer(nn.Cell):
         if self.column_parallel_input is not None:
             y_ND = self.column_parallel_input(y_ND)
         if self.has_gate:
-            inner_NF = self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights))
+            inner_NF = self.activation(self.gate(y_ND, weights), self.up(y_ND, weights))
         else:
-            inner_NF = self.swiglu(self.up(y_ND, weights))
+            inner_NF = self.activation(self.up(y_ND, weights))
         out_ND = self.down(inner_NF, weights)
         if self.changes_output:
             out_ND = self.output(out_ND, weights)
@@ -322,7 +321,7 @@ class MlpLayer(nn.Cell):
         for projection in (self.gate, self.up):
             projection.shard_over(data, columns=tensor)
         self.down.shard_over(data, rows=tensor, tokens=tokens)
-        self.swiglu.shard_over(data, tensor)
+        self.activation.shard_over(data, tensor)
 
 
 class Block(nn.Cell):
@@ -452,8 +451,7 @@ class HeadInput(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
-        norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
-        self.norm = make_norm(norm, settings.norm_offset, settings.centers_norms)
+        self.norm = make_norm(kernels.rms_norm, settings.embedding_width, norm_spec(settings))
         self.maps = settings.maps_embedding
         self.mapping = EmbeddingMapping(kernels)
         self.factor = settings.logits_factor

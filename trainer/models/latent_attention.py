@@ -60,7 +60,7 @@ class LatentAttentionLayer(nn.Cell):
         latent = spec.latent
         assert latent is not None  # `Block` chooses this class by it
         self.norm_weight = names.index("input_layernorm.weight")
-        self.norm = kernels.rms_norm(spec.hidden, spec.eps)
+        self.norm = kernels.rms_norm(spec.hidden, spec.norm.eps)
         self.has_query_latent = latent.query_rank is not None
         query = "self_attn.q_proj"
         if self.has_query_latent:

@@ -178,7 +178,7 @@ class SharedExperts(nn.Cell):
         self.gate = kernels.linear()
         self.up = kernels.linear()
         self.down = kernels.linear()
-        self.swiglu = kernels.swiglu()
+        self.swiglu = kernels.gated("silu")
         self.has_gate = settings.has_shared_gate
         self.score = kernels.router_linear()
         self.sigmoid = P.Sigmoid()
@@ -319,7 +319,7 @@ class MoeLayer(nn.Cell):
         self.gate_bias = _index(names, EXPERT_GATE_BIAS)
         self.up_bias = _index(names, EXPERT_UP_BIAS)
         self.router_bias = _index(names, ROUTER_BIAS)
-        activation = kernels.swiglu()
+        activation = kernels.gated("silu")
         if moe.swiglu_limit is not None:
             activation = ClampedSwiGLU(moe.swiglu_limit, moe.swiglu_alpha)
         self.first_shared = len(names) - (3 + settings.has_shared_gate)

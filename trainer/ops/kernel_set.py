@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
 
 MakeCell = Callable[..., nn.Cell]
+_ACTIVATIONS = {"gelu_pytorch_tanh": P.GeLU}
 
 
 class InDtype(nn.Cell):
@@ -76,8 +77,7 @@ class KernelSet:
     rms_norm: MakeCell
     head_norm: MakeCell
     rotary: MakeCell
-    swiglu: MakeCell
-    geglu: MakeCell
+    gated: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
     soft_cap: MakeCell
@@ -184,8 +184,7 @@ def load_kernels(
         rms_norm=rms_norm,
         head_norm=lambda size, eps: plain.HeadNorm(norm_of_heads(size, eps), size),
         rotary=elementwise("rotary_embedding", "Rotary", rotary, first=True),
-        swiglu=elementwise("swiglu", "SwiGLU", compute),
-        geglu=elementwise("geglu", "GeGLU", compute),
+        gated=partial(_gated, elementwise, compute),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(CrossEntropy, dtype=compute),
         soft_cap=rows.SoftCap,
@@ -194,7 +193,7 @@ def load_kernels(
         **_expert_kernels(fused),
         gather_rows=rows.gather_rows,
         vocabulary_rows=partial(VocabShardRows, gather_rows=rows.gather_rows),
-        one_hot=plain.OneHot,
+        one_hot=plain_moe.OneHot,
         split_heads=plain.SplitHeads,
         join_heads=plain.JoinHeads,
         write_rows=rows.write_rows,
@@ -210,6 +209,13 @@ def load_kernels(
         host_layers=host_layers,
         host_dtype=host_dtype,
     )
+
+
+def _gated(elementwise: Callable[..., MakeCell], inside: mstype.Type, activation: str) -> nn.Cell:
+    """Returns the kernel between the matrices of a feed-forward layer. GELU is approximated by tanh, as P.GeLU is."""
+    if activation == "silu":
+        return elementwise("swiglu", "SwiGLU", inside)()
+    return elementwise("gated", "Gated", inside)(_ACTIVATIONS[activation]())
 
 
 def _expert_kernels(fused: Collection[str]) -> dict[str, Any]:

@@ -272,20 +272,20 @@ class SwiGLU(Sharded):
         return self.silu_grad(grad_NF * up_NF, gate_NF), grad_NF * self.silu(gate_NF)
 
 
-class GeGLU(Sharded):
-    """gelu(gate) * up, with GELU approximated by tanh, as MindSpore's operator computes it; without up gelu(gate)."""
+class Gated(Sharded):
+    """activation(gate) * up; without up activation(gate)."""
 
-    axes: ClassVar = {"gelu": "dt", "multiply": "dt,dt"}
+    axes: ClassVar = {"activation": "dt", "multiply": "dt,dt"}
 
-    def __init__(self) -> None:
+    def __init__(self, activation: nn.Cell) -> None:
         super().__init__()
-        self.gelu = P.GeLU()
+        self.activation = activation
         self.multiply = P.Mul()
 
     def construct(self, gate_NF: Tensor, up_NF: Tensor | None = None) -> Tensor:
         if up_NF is None:
-            return self.gelu(gate_NF)
-        return self.multiply(self.gelu(gate_NF), up_NF)
+            return self.activation(gate_NF)
+        return self.multiply(self.activation(gate_NF), up_NF)
 
 
 class SoftCap(nn.Cell):
@@ -473,17 +473,6 @@ class Dropout(nn.Cell):
 
     def construct(self, x: Tensor, mask: Tensor) -> Tensor:
         return self.multiply(x, mask)
-
-
-class OneHot(nn.Cell):
-    """index [...] -> float32 [..., size]: 1 at the index and 0 elsewhere."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.numbers = Tensor(np.arange(size, dtype=np.int32))
-
-    def construct(self, index: Tensor) -> Tensor:
-        return (index.expand_dims(-1) == self.numbers).astype(mstype.float32)
 
 
 def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:

@@ -11,9 +11,21 @@ from __future__ import annotations
 
 import numpy as np
 from mindspore import Tensor, nn
+from mindspore import dtype as mstype
 
 from trainer.arrays.memory import cast, expert_rows, host_array, rows_of_tokens
 from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
+
+
+class OneHot(nn.Cell):
+    """index [...] -> float32 [..., size]: 1 at the index and 0 elsewhere."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.numbers = Tensor(np.arange(size, dtype=np.int32))
+
+    def construct(self, index: Tensor) -> Tensor:
+        return (index.expand_dims(-1) == self.numbers).astype(mstype.float32)
 
 
 class Route(nn.Cell):

@@ -160,7 +160,7 @@ class RoutedExperts(nn.Cell):
         self.reorder = _Reorder()
         self.reorder_back = _Reorder()
         self.gate, self.up, self.down = (kernels.grouped_matmul(True, True) for _ in range(3))  # a row of zeros each
-        self.swiglu = kernels.swiglu()
+        self.swiglu = kernels.gated("silu")
         self.to_host = P.MoveTo()
         self.morph = P.Morph(self.compute, self.infer, self.infer).add_prim_attr("self_define_shard", True)
         layout = Layout((ranks.data * ranks.tensor // ranks.expert, ranks.expert), ("groups", "expert"))

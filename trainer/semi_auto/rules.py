@@ -14,6 +14,7 @@ from trainer.config.checks.problem import ConfigError, one_of, problem
 from trainer.config.checks.rules import average_keys
 from trainer.config.note import Note
 from trainer.config.recompute import recomputed_parts
+from trainer.config.schema.fields import explicit_only
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
 from trainer.device.settings import SPEED_UP_KEY
@@ -127,14 +128,9 @@ def _expert_parallel(config: Config) -> Iterator[ConfigError]:
     if config.decoder.down_has_bias:
         fix = f"set it to False, {_INSTEAD}"
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
-    moe = config.decoder.experts
-    for name, is_used in (
-        ("moe_mlp_has_bias", moe.moe_mlp_has_bias), ("moe_router_has_bias", moe.moe_router_has_bias),
-        ("swiglu_limit", moe.swiglu_limit is not None),
-    ):  # fmt: skip
-        if is_used:
-            key = f"model.model_config.moe_config.{name}"
-            yield problem(config, key, _NOT_YET, "set parallel.parallel_mode to 0")
+    if config.decoder.experts.swiglu_limit is not None:
+        key = "model.model_config.moe_config.swiglu_limit"
+        yield problem(config, key, _NOT_YET, "set parallel.parallel_mode to 0")
 
 
 def _communication(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
@@ -225,12 +221,12 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
     if settings.has_window_rotary:
         rule = f"{_NOT_YET}: rotary positions that differ between kinds of layers"
         yield problem(config, "model.model_config.window_rope_theta", rule, "set parallel.parallel_mode to 0")
-    for name, is_used in (
-        ("attention_sinks", settings.attention_sinks), ("gated_linear_unit", not settings.gated_linear_unit),
-        ("normalization", settings.centers_norms),
-    ):  # fmt: skip
-        if is_used:
-            yield problem(config, f"model.model_config.{name}", _NOT_YET, "set parallel.parallel_mode to 0")
+    for key, section in (("", settings), ("moe_config.", settings.experts)):
+        if section is not None:
+            for name, field in type(section).model_fields.items():
+                if getattr(section, name) in explicit_only(field):
+                    fix = "set parallel.parallel_mode to 0"
+                    yield problem(config, f"model.model_config.{key}{name}", _NOT_YET, fix)
     yield from cell_problems(config)
     yield from vocabulary_device_problems(config)
     method = config.whole_matrix_method

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.models.spec.names import POST_ATTENTION_NORM, POST_MLP_NORM
+from trainer.models.spec.names import GATED_MLP, POST_ATTENTION_NORM, POST_MLP_NORM, UNGATED_MLPS
 from trainer.trace.record import RANK_FILE, Key, Piece, rank_folders, read_manifest, read_pieces
 from trainer.trace.sketch import Place, Summary, join_summaries
 
@@ -140,8 +140,9 @@ def layer_of(name: str) -> int | None:
 
 
 _ATTENTION_NORM = POST_ATTENTION_NORM.removesuffix(".weight")
-_FORWARD = ("self_attn.o_proj.input", "self_attn", _ATTENTION_NORM, "mlp.gate", "mlp.gate_proj", "mlp.up_proj",
-            "mlp.c_fc", "mlp", POST_MLP_NORM.removesuffix(".weight"))  # fmt: skip
+_INNER = tuple(name for names in (GATED_MLP, *UNGATED_MLPS.values()) for name in names[:-1])
+_FORWARD = ("self_attn.o_proj.input", "self_attn", _ATTENTION_NORM, "mlp.gate", *_INNER, "mlp",
+            POST_MLP_NORM.removesuffix(".weight"))  # fmt: skip
 _PHASES = {"weight": 0, "activation": 1, "choice": 1, "loss": 2, "activation gradient": 3, "gradient": 3, "norm": 4}
 _BEHIND = 1 << 30
 

@@ -70,35 +70,41 @@ def columns(array: np.ndarray) -> np.ndarray:
 @EACH
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("make", [np.copy, columns])
-def test_rms_norm_and_its_gradient(run: NumpyOperators, shape: tuple[int, int], make) -> None:
+@pytest.mark.parametrize("centers", [False, True])
+def test_norms_and_their_gradients(run: NumpyOperators, shape: tuple[int, int], make, centers: bool) -> None:
     x, grad = make(numbers(*shape)), make(numbers(*shape))
     weight = numbers(shape[1])
     exact, exact_grad, size = x.astype(np.float64), grad.astype(np.float64), shape[1]
+    exact -= centers * exact.mean(1, keepdims=True)
     scale = 1 / np.sqrt((exact**2).mean(1) + EPS)
     limit = rounding_limit(size + 8)
-    found = run.rms_scales(x, EPS)
+    found = run.rms_scales(x, EPS, centers)
     np.testing.assert_allclose(found, scale, rtol=limit)
     out = make(x)
-    run.rms_norm(x, weight, found, out)
+    run.rms_norm(x, weight, found, out, centers)
     np.testing.assert_allclose(out, exact * scale[:, None] * weight, rtol=limit, atol=limit)
-    weight_grad = run.rms_norm_gradient(x, weight, found, grad, np.empty(shape, np.float32))
-    terms = exact_grad * exact * scale[:, None]
-    np.testing.assert_allclose(weight_grad, terms.sum(0), atol=rounding_limit(len(x) + size) * np.abs(terms).sum())
+    weight_grad = run.rms_norm_gradient(x, weight, found, grad, np.empty(shape, np.float32), centers)
+    magnitude = np.abs(exact) + centers * np.abs(x).mean(1, keepdims=True)  # what the mean is taken from
+    terms = exact_grad * magnitude * scale[:, None]
+    right = (exact_grad * exact * scale[:, None]).sum(0)
+    np.testing.assert_allclose(weight_grad, right, atol=rounding_limit(len(x) + size) * np.abs(terms).sum())
     projected = (exact_grad * exact * weight).sum(1, keepdims=True) * scale[:, None] ** 3 / size
-    sizes = np.abs(exact_grad * exact * weight).sum(1, keepdims=True) * scale[:, None] ** 3 / size * np.abs(exact)
+    sizes = np.abs(exact_grad * magnitude * weight).sum(1, keepdims=True) * scale[:, None] ** 3 / size * magnitude
     right = exact_grad * weight * scale[:, None] - exact * projected
+    right -= centers * right.mean(1, keepdims=True)
     bound = rounding_limit(size + 8) * (sizes + np.abs(exact_grad * weight * scale[:, None]))
+    bound += centers * bound.mean(1, keepdims=True)
     assert (np.abs(grad - right) <= bound).all()
 
 
 def _activation(x: np.ndarray, kind: str) -> np.ndarray:
-    if kind == "gelu":
+    if kind == "gelu_pytorch_tanh":
         return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
     return x / (1 + np.exp(-x))
 
 
 @EACH
-@pytest.mark.parametrize("kind", ["silu", "gelu"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated_activations_and_their_gradients(run: NumpyOperators, shape: tuple[int, int], kind: str) -> None:
     gate, up, grad = numbers(*shape) * 3, numbers(*shape), numbers(*shape)
@@ -124,6 +130,14 @@ def test_gated_activations_and_their_gradients(run: NumpyOperators, shape: tuple
     in_place = gate.copy()
     run.gated(in_place, up, in_place, kind)
     np.testing.assert_array_equal(in_place, out)
+    ones = np.ones_like(gate)
+    run.gated(gate, ones, out, kind)
+    run.gated(gate, None, in_place, kind)
+    np.testing.assert_array_equal(in_place, out)
+    again, more, other = gate.copy(), gate.copy(), np.empty_like(gate)
+    run.gated_gradient(again, ones, grad, result, np.empty_like(gate), kind)
+    run.gated_gradient(more, None, grad, other, np.empty_like(gate), kind)
+    np.testing.assert_array_equal((more, other), (again, result))
 
 
 @EACH

@@ -25,6 +25,7 @@ DERIVED = {
     "rope_theta": "rope_base",
     "embedding_size": "maps_embedding",
     "layernorm_zero_centered_gamma": "norm_offset",
+    "normalization": "centers_norms",
     "query_pre_attn_scalar": "softmax_scale",
     "logits_scaling": "logits_factor",
     "logit_scale": "logits_factor",

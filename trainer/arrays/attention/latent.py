@@ -18,6 +18,7 @@ from trainer.arrays.attention.cache import attend_cached
 from trainer.arrays.memory import empty, store, to_bfloat16_if_needed
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm
+from trainer.models.spec.model import NormSpec
 from trainer.models.spec.names import INPUT_NORM
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ class LatentProjections:
         self.head_size = spec.head_size
         self.rank = latent.key_value_rank
         self.scale = np.float32(spec.scale)
-        self.norm = CpuRmsNorm(spec.eps)
+        self.norm = CpuRmsNorm(spec.norm)
         self.latent_norm: CpuRmsNorm | None = None
         if latent.normed:
-            self.latent_norm = CpuRmsNorm(latent.eps)
+            self.latent_norm = CpuRmsNorm(NormSpec(latent.eps))
         self.query_norm: CpuRmsNorm | None = None
         self.has_query_latent = latent.query_rank is not None
         self.query_width = spec.hidden
@@ -68,7 +69,7 @@ class LatentProjections:
             self.query_width = latent.query_rank
             query_name = "self_attn.q_b_proj"
             if latent.normed:
-                self.query_norm = CpuRmsNorm(latent.eps)
+                self.query_norm = CpuRmsNorm(NormSpec(latent.eps))
 
         def linear(name: str) -> CpuLinear:
             """Returns the product with the weight of a projection, and with its adapter if it has one."""

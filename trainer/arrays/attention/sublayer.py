@@ -52,7 +52,7 @@ class HeadProjections:
         self.cap = spec.score_cap
         norm = None
         if spec.pre_norm:
-            norm = CpuRmsNorm(spec.eps, spec.centers_norms)
+            norm = CpuRmsNorm(spec.norm)
         self.input = NormedInput(norm, INPUT_NORM, scratch, tensor)
         names = [f"self_attn.{name}_proj" for name in "qkv"]
         self.linears = [CpuLinear(name, spec.adapters.get(name)) for name in names]
@@ -60,7 +60,7 @@ class HeadProjections:
         self.norms_rotated = spec.norms_rotated
         self.head_norms: dict[str, CpuRmsNorm] = {}
         if spec.head_norm:
-            self.head_norms = {name: CpuRmsNorm(spec.eps) for name in self.norm_widths}
+            self.head_norms = {name: CpuRmsNorm(spec.norm.rms) for name in self.norm_widths}
 
     def forward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, q_NC: np.ndarray, k_NK: np.ndarray,

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.numpy_operators import BFLOAT16, Activation, AdamWNumbers
+from trainer.arrays.numpy_operators import BFLOAT16, AdamWNumbers
 from trainer.arrays.onednn import OneDnnOperators, address
+
+if TYPE_CHECKING:
+    from trainer.config.schema.model import Activation
 
 _ADDRESS = ctypes.c_void_p
 _SIZE = ctypes.c_long
@@ -20,9 +24,9 @@ _NUMBER = ctypes.c_float
 _SIGNATURES = {
     "softmax": (_ADDRESS, _ADDRESS, _SIZE, _SIZE),
     "softmax_gradient": (_ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _SIZE),
-    "rms_scales": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _NUMBER),
-    "rms_norm": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE),
-    "rms_norm_gradient": (_ADDRESS,) * 5 + (_SIZE,) * 4,
+    "rms_scales": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _NUMBER, ctypes.c_int),
+    "rms_norm": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, ctypes.c_int),
+    "rms_norm_gradient": (*(_ADDRESS,) * 5, *(_SIZE,) * 4, ctypes.c_int),
     "gated": (_ADDRESS, _ADDRESS, _ADDRESS, _SIZE, ctypes.c_int),
     "gated_gradient": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, ctypes.c_int),
     "rotate": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6),
@@ -34,6 +38,7 @@ _SIGNATURES = {
     "to_float32": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE),
 }
 
+_KINDS = ("silu", "gelu_pytorch_tanh")  # of activations, by their numbers in rowwise.c
 _FEW_ROWS = 16  # of a product or of a head's queries: with more, oneDNN is faster
 
 
@@ -69,44 +74,45 @@ class CompiledOperators(OneDnnOperators):
         else:
             super().softmax_gradient(y, grad, out)
 
-    def rms_scales(self, x: np.ndarray, eps: np.float32) -> np.ndarray:
+    def rms_scales(self, x: np.ndarray, eps: np.float32, centers: bool = False) -> np.ndarray:
         scale = np.empty(len(x), np.float32)
-        self.compiled.rms_scales(address(x), address(scale), *x.shape, _row_step(x), eps)
+        self.compiled.rms_scales(address(x), address(scale), *x.shape, _row_step(x), eps, centers)
         return scale
 
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, scale: np.ndarray, out: np.ndarray) -> None:
+    def rms_norm(
+        self, x: np.ndarray, weight: np.ndarray, scale: np.ndarray, out: np.ndarray, centers: bool = False
+    ) -> None:
         scale = np.ascontiguousarray(scale)
         self.compiled.rms_norm(
-            address(x), address(weight), address(scale), address(out), *x.shape, _row_step(x), _row_step(out)
+            address(x), address(weight), address(scale), address(out), *x.shape, _row_step(x), _row_step(out), centers
         )
 
     def rms_norm_gradient(
-        self, x: np.ndarray, weight: np.ndarray, scale: np.ndarray, grad: np.ndarray, work: np.ndarray
-    ) -> np.ndarray:
+        self, x: np.ndarray, weight: np.ndarray, scale: np.ndarray, grad: np.ndarray, work: np.ndarray,
+        centers: bool = False,
+    ) -> np.ndarray:  # fmt: skip
         scale = np.ascontiguousarray(scale)
         weight_grad = np.zeros(x.shape[1], np.float32)
         self.compiled.rms_norm_gradient(
             address(x), address(weight), address(scale), address(grad), address(weight_grad), *x.shape, _row_step(x),
-            _row_step(grad),
+            _row_step(grad), centers,
         )  # fmt: skip
         return weight_grad
 
-    def gated(self, gate: np.ndarray, up: np.ndarray, out: np.ndarray, activation: Activation = "silu") -> None:
-        if _are_contiguous(gate, up, out):
-            self.compiled.gated(address(gate), address(up), address(out), gate.size, activation == "gelu")
+    def gated(
+        self, gate: np.ndarray, up: np.ndarray | None, out: np.ndarray, activation: Activation = "silu"
+    ) -> None:
+        if _are_contiguous(gate, out) and (up is None or _are_contiguous(up)):
+            self.compiled.gated(address(gate), _optional(up), address(out), gate.size, _KINDS.index(activation))
         else:
             super().gated(gate, up, out, activation)
 
     def gated_gradient(
-        self, gate: np.ndarray, up: np.ndarray, grad: np.ndarray, result: np.ndarray | None, work: np.ndarray,
+        self, gate: np.ndarray, up: np.ndarray | None, grad: np.ndarray, result: np.ndarray | None, work: np.ndarray,
         activation: Activation = "silu",
     ) -> None:  # fmt: skip
-        at_result = None
-        if result is not None:
-            at_result = address(result)
-        self.compiled.gated_gradient(
-            address(gate), address(up), address(grad), at_result, gate.size, activation == "gelu"
-        )
+        kind = _KINDS.index(activation)
+        self.compiled.gated_gradient(address(gate), _optional(up), address(grad), _optional(result), gate.size, kind)
 
     def rotate(self, x: np.ndarray, rotation: np.ndarray) -> None:
         self._rotate(self.compiled.rotate, x, rotation)
@@ -150,20 +156,15 @@ class CompiledOperators(OneDnnOperators):
         if not self.shares(q) or cap is not None:
             super().attend(q, keys, values, mask, cap, sinks, out, threads)
             return
-        at_mask = None
         mask_steps = (0, 0)
         if mask is not None:
-            at_mask = address(mask)
             mask_steps = mask.strides[0], mask.strides[-2]
-        at_sinks = None
-        if sinks is not None:
-            at_sinks = address(sinks)
         scores = np.empty((threads, keys.shape[-2] + 1), np.float32)
         steps = [step // q.itemsize for step in (*keys.strides[:-1], *values.strides[:-1], *mask_steps)]
         sizes = np.array([*q.shape[:3], *keys.shape[2:], values.shape[-1], *steps, threads], np.int64)
         self.compiled.attend(
-            address(q), address(keys), address(values), at_mask, at_sinks, address(scores), address(out),
-            address(sizes),
+            address(q), address(keys), address(values), _optional(mask), _optional(sinks), address(scores),
+            address(out), address(sizes),
         )  # fmt: skip
 
     def adamw(
@@ -196,6 +197,13 @@ class CompiledOperators(OneDnnOperators):
 def _are_contiguous(*arrays: np.ndarray) -> bool:
     """Returns whether all arrays are float32 and contiguous."""
     return all(array.dtype == np.float32 and array.flags.c_contiguous for array in arrays)
+
+
+def _optional(array: np.ndarray | None) -> int | None:
+    """Returns the address of an array, or None for NULL."""
+    if array is None:
+        return None
+    return address(array)
 
 
 def _has_dense_rows(*arrays: np.ndarray) -> bool:

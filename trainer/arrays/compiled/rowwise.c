@@ -75,18 +75,28 @@ EXPORT void softmax_gradient(const float *y, const float *grad, float *out, long
     }
 }
 
-/* 1 / sqrt(mean(x^2) + eps) of each row; `step` is the distance of rows. */
-EXPORT void rms_scales(const float *x, float *scale, long rows, long size, long step, float eps) {
+static float mean_of(const float *x, long size) {
+    V sums = {0};
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) sums += load(x + i);
+    if (i < size) sums += load_end(x + i, size - i);
+    return sum_lanes(sums) / size;
+}
+
+/* 1 / sqrt(mean(x^2) + eps) of each row; `step` is the distance of rows. With `centers` x is taken without the mean of
+   its row, in the two functions below as well. */
+EXPORT void rms_scales(const float *x, float *scale, long rows, long size, long step, float eps, int centers) {
     for (long row = 0; row < rows; row++, x += step) {
+        float mean = centers ? mean_of(x, size) : 0.0f;
         V sums = {0}, more = {0};
         long i = 0;
         for (; i + 2 * LANES <= size; i += 2 * LANES) {
-            V one = load(x + i), two = load(x + i + LANES);
+            V one = load(x + i) - mean, two = load(x + i + LANES) - mean;
             sums += one * one;
             more += two * two;
         }
         for (; i < size; i += LANES) {
-            V one = i + LANES <= size ? load(x + i) : load_end(x + i, size - i);
+            V one = i + LANES <= size ? load(x + i) - mean : load_end(x + i, size - i) - fill_end(mean, size - i);
             sums += one * one;
         }
         scale[row] = 1.0f / sqrtf(sum_lanes(sums + more) / size + eps);
@@ -94,51 +104,57 @@ EXPORT void rms_scales(const float *x, float *scale, long rows, long size, long 
 }
 
 EXPORT void rms_norm(const float *x, const float *weight, const float *scale, float *out, long rows, long size,
-                     long step, long out_step) {
+                     long step, long out_step, int centers) {
     for (long row = 0; row < rows; row++, x += step, out += out_step) {
+        float mean = centers ? mean_of(x, size) : 0.0f;
         long i = 0;
-        for (; i + LANES <= size; i += LANES) store(out + i, load(x + i) * scale[row] * load(weight + i));
-        for (; i < size; i++) out[i] = x[i] * scale[row] * weight[i];
+        for (; i + LANES <= size; i += LANES) store(out + i, (load(x + i) - mean) * scale[row] * load(weight + i));
+        for (; i < size; i++) out[i] = (x[i] - mean) * scale[row] * weight[i];
     }
 }
 
 /* Replaces grad by the gradient of x, and adds up the gradient of the weight. */
 EXPORT void rms_norm_gradient(const float *x, const float *weight, const float *scale, float *grad, float *weight_grad,
-                              long rows, long size, long step, long grad_step) {
+                              long rows, long size, long step, long grad_step, int centers) {
     for (long row = 0; row < rows; row++, x += step, grad += grad_step) {
-        float s = scale[row];
+        float s = scale[row], mean = centers ? mean_of(x, size) : 0.0f;
         V sums = {0};
         long i = 0;
         for (; i + LANES <= size; i += LANES) {
-            V product = load(x + i) * load(grad + i);
+            V product = (load(x + i) - mean) * load(grad + i);
             store(weight_grad + i, load(weight_grad + i) + product * s);
             sums += product * load(weight + i);
         }
         if (i < size) {
-            V product = load_end(x + i, size - i) * load_end(grad + i, size - i);
+            V product = (load_end(x + i, size - i) - mean) * load_end(grad + i, size - i);
             store_end(weight_grad + i, load_end(weight_grad + i, size - i) + product * s, size - i);
             sums += product * load_end(weight + i, size - i);
         }
         float projected = sum_lanes(sums) * (s * s * s / size);
         for (i = 0; i + LANES <= size; i += LANES)
-            store(grad + i, load(grad + i) * load(weight + i) * s - load(x + i) * projected);
-        for (; i < size; i++) grad[i] = grad[i] * weight[i] * s - x[i] * projected;
+            store(grad + i, load(grad + i) * load(weight + i) * s - (load(x + i) - mean) * projected);
+        for (; i < size; i++) grad[i] = grad[i] * weight[i] * s - (x[i] - mean) * projected;
+        if (!centers) continue;
+        mean = mean_of(grad, size);
+        for (i = 0; i + LANES <= size; i += LANES) store(grad + i, load(grad + i) - mean);
+        for (; i < size; i++) grad[i] -= mean;
     }
 }
 
-/* Gated activations. The activation of GELU is x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3). */
+/* Gated activations, by their kinds. That of GELU is x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3). */
+enum { SILU, GELU };
 #define GELU_ROOT 1.5957691216057308f
 #define GELU_CUBE 0.044715f
 
-INLINE V gate_of(V x, int gelu) {
-    if (gelu) return x * sigmoid(GELU_ROOT * x * (1.0f + GELU_CUBE * x * x));
+INLINE V gate_of(V x, int kind) {
+    if (kind == GELU) return x * sigmoid(GELU_ROOT * x * (1.0f + GELU_CUBE * x * x));
     return x * sigmoid(x);
 }
 
 /* The derivative of `gate_of`; writes the activation to `active`. */
-INLINE V gate_slope(V x, V *active, int gelu) {
+INLINE V gate_slope(V x, V *active, int kind) {
     V s, inner;
-    if (gelu) {
+    if (kind == GELU) {
         V square = GELU_CUBE * x * x;
         s = sigmoid(GELU_ROOT * x * (1.0f + square));
         inner = GELU_ROOT * x * (1.0f + 3.0f * square);
@@ -150,42 +166,64 @@ INLINE V gate_slope(V x, V *active, int gelu) {
     return s * (1.0f + inner * (1.0f - s));
 }
 
-INLINE void gated_kind(const float *gate, const float *up, float *out, long size, int gelu) {
+INLINE void gated_kind(const float *gate, const float *up, float *out, long size, int kind) {
     long i = 0;
-    for (; i + LANES <= size; i += LANES) store(out + i, gate_of(load(gate + i), gelu) * load(up + i));
+    for (; i + LANES <= size; i += LANES) {
+        V active = gate_of(load(gate + i), kind);
+        store(out + i, up ? active * load(up + i) : active);
+    }
     long end = size - i;
-    if (end) store_end(out + i, gate_of(load_end(gate + i, end), gelu) * load_end(up + i, end), end);
+    if (!end) return;
+    V active = gate_of(load_end(gate + i, end), kind);
+    store_end(out + i, up ? active * load_end(up + i, end) : active, end);
 }
 
-EXPORT void gated(const float *gate, const float *up, float *out, long size, int gelu) {
-    if (gelu) gated_kind(gate, up, out, size, 1);
-    else gated_kind(gate, up, out, size, 0);
+/* A function for each kind, which the compiler knows, and for no up. */
+#define FOR_KIND(function, kind, gate, up, ...)                        \
+    if (up && kind == GELU) function(gate, up, __VA_ARGS__, GELU);     \
+    else if (up) function(gate, up, __VA_ARGS__, SILU);                \
+    else if (kind == GELU) function(gate, NULL, __VA_ARGS__, GELU);    \
+    else function(gate, NULL, __VA_ARGS__, SILU)
+
+/* Writes activation(gate) * up, or activation(gate) if up is NULL. */
+EXPORT void gated(const float *gate, const float *up, float *out, long size, int kind) {
+    FOR_KIND(gated_kind, kind, gate, up, out, size);
 }
 
-INLINE void gated_gradient_kind(float *gate, float *up, const float *grad, float *result, long size, int gelu) {
+INLINE void gated_gradient_kind(float *gate, float *up, const float *grad, float *result, long size, int kind) {
     V active;
     long i = 0;
     for (; i + LANES <= size; i += LANES) {
-        V g = load(grad + i), u = load(up + i);
-        V slope = gate_slope(load(gate + i), &active, gelu);
-        if (result) store(result + i, active * u);
-        store(gate + i, g * u * slope);
-        store(up + i, g * active);
+        V g = load(grad + i);
+        V slope = gate_slope(load(gate + i), &active, kind);
+        if (up) {
+            V u = load(up + i);
+            if (result) store(result + i, active * u);
+            store(gate + i, g * u * slope);
+            store(up + i, g * active);
+        } else {
+            if (result) store(result + i, active);
+            store(gate + i, g * slope);
+        }
     }
     long end = size - i;
-    if (end) {
-        V g = load_end(grad + i, end), u = load_end(up + i, end);
-        V slope = gate_slope(load_end(gate + i, end), &active, gelu);
+    if (!end) return;
+    V g = load_end(grad + i, end);
+    V slope = gate_slope(load_end(gate + i, end), &active, kind);
+    if (up) {
+        V u = load_end(up + i, end);
         if (result) store_end(result + i, active * u, end);
         store_end(gate + i, g * u * slope, end);
         store_end(up + i, g * active, end);
+    } else {
+        if (result) store_end(result + i, active, end);
+        store_end(gate + i, g * slope, end);
     }
 }
 
-/* Replaces gate and up by their gradients; `result` receives the product unless it is NULL. */
-EXPORT void gated_gradient(float *gate, float *up, const float *grad, float *result, long size, int gelu) {
-    if (gelu) gated_gradient_kind(gate, up, grad, result, size, 1);
-    else gated_gradient_kind(gate, up, grad, result, size, 0);
+/* Replaces gate and up by their gradients; `result` receives the product unless it is NULL. Up may be NULL, too. */
+EXPORT void gated_gradient(float *gate, float *up, const float *grad, float *result, long size, int kind) {
+    FOR_KIND(gated_gradient_kind, kind, gate, up, grad, result, size);
 }
 
 /* Rotates the pairs of each head by the rotations of its row; `next` is the distance of pairs, `apart` that of the

@@ -32,6 +32,7 @@ INLINE V fill(float x) { return x - (V){0}; }
 /* The last `size` numbers of a row, and zeros. */
 INLINE V load_end(const float *x, long size) { V v = {0}; memcpy(&v, x, 4 * size); return v; }
 INLINE void store_end(float *x, V v, long size) { memcpy(x, &v, 4 * size); }
+INLINE V fill_end(float x, long size) { V v = {0}; for (long lane = 0; lane < size; lane++) v[lane] = x; return v; }
 
 /* The larger numbers; NaN in y comes through. */
 INLINE V larger(V x, V y) {

@@ -93,7 +93,7 @@ class CpuMoe:
         if tensor is not None and not tensor.sequence_parallel:
             self.row_ranks = tensor._replace(sequence_parallel=True)
         self.scale = np.float32(spec.output_scale)
-        self.norm = CpuRmsNorm(spec.eps)
+        self.norm = CpuRmsNorm(spec.norm)
         self.router = CpuRouter(moe)
         clamp = None
         if spec.swiglu_limit is not None:
@@ -105,7 +105,7 @@ class CpuMoe:
             rows = tensor
             if tensor is not None and not predicts:
                 rows = tensor._replace(sequence_parallel=True)
-            shared = MlpSpec(spec.hidden, spec.shared_width, spec.eps)
+            shared = MlpSpec(spec.hidden, spec.shared_width, spec.norm)
             self.shared = CpuMlp(shared, scratch, rows, prefix=_SHARED, is_sublayer=False)
 
     def forward(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mindspore import Tensor
 
     from trainer.arrays.tiles import Arrays, Gradients, Scratch, SublayerCall, Tile
-    from trainer.models.spec.model import AdapterSpec
+    from trainer.models.spec.model import AdapterSpec, NormSpec
     from trainer.parallel.tensor import TensorParallel
 
 _FEW_TIMES = 8  # that a token of a batch comes
@@ -175,8 +175,8 @@ class CpuMerge:
     `trainer.models.block` has the formulas. The weights are "norm", that of the final norm, and `MTP_WEIGHTS`.
     """
 
-    def __init__(self, hidden: int, eps: float, scratch: Scratch) -> None:
-        self.norm = CpuRmsNorm(eps)
+    def __init__(self, hidden: int, norm: NormSpec, scratch: Scratch) -> None:
+        self.norm = CpuRmsNorm(norm)
         self.hidden = hidden
         self.scratch = scratch
         self.linear = CpuLinear("eh_proj")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainer.arrays.vocabulary.distillation import Distillation, WriteLogits
     from trainer.arrays.vocabulary.loss_terms import LossTerms
     from trainer.arrays.vocabulary.preferences import Pairs
-    from trainer.models.spec.model import AdapterSpec
+    from trainer.models.spec.model import AdapterSpec, NormSpec
     from trainer.parallel.collectives import ProcessGroup
     from trainer.parallel.tensor import TensorParallel
 
@@ -63,18 +63,17 @@ class FusedLinearCrossEntropy:
         scale: Factor on the logits, which multiplies the normed rows.
         cap: Logits x become cap * tanh(x / cap); None: they stay.
         adapter: That of the projection, whose weights are "lora_A" [R, E] and "lora_B" [V, R]; not with `tensor`.
-        centers: The norm is LayerNorm.
     """
 
     def __init__(
-        self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0,
-        scale: float = 1.0, cap: float | None = None, adapter: AdapterSpec | None = None, *, centers: bool = False,
+        self, width: int, norm: NormSpec, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0,
+        scale: float = 1.0, cap: float | None = None, adapter: AdapterSpec | None = None,
     ) -> None:  # fmt: skip
         self.adapter = adapter
         self.cap = cap
         self.scale = np.float32(scale)
         self.mapping = CpuLinear("mapping", weight="mapping")
-        self.norm = CpuRmsNorm(eps, centers)
+        self.norm = CpuRmsNorm(norm)
         self.width = width
         self.scratch = scratch
         self.tensor = tensor

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from trainer.config.checks.adapters import adapter_problems
 from trainer.config.checks.problem import ConfigError, problem, value_of
 from trainer.config.checks.qk_clip import qk_clip_problems
-from trainer.config.families import FAMILIES, layers_with_experts, named_family
+from trainer.config.families import FAMILIES, named_family
+from trainer.config.layer_types import layers_with_experts, window_layer_types
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems, recomputed_parts
 from trainer.config.schema.data import IMAGES, TokenizerConfig
 from trainer.config.schema.fields import beside_of
-from trainer.config.schema.model import LATENT_SIZES, ModelConfig, RopeScaling, window_layer_types
+from trainer.config.schema.model import LATENT_SIZES, ModelConfig, RopeScaling
 from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.config.schema.system import RecomputeConfig
 from trainer.errors import shorten_repr
@@ -134,9 +135,6 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
         yield problem(config, f"{_KEY}.hidden_act", "not yet supported with experts", "use another model")
     if config.decoder.experts is not None and config.decoder.centers_norms:
         yield problem(config, f"{_KEY}.normalization", "not yet supported with experts", "use another model")
-    if not config.decoder.gated_linear_unit and config.decoder.activation == "silu":
-        rule = "not yet supported with hidden_act silu, only with gelu_pytorch_tanh"
-        yield problem(config, f"{_KEY}.gated_linear_unit", rule, "use another model")
 
 
 def _parallel_blocks(config: Config) -> Iterator[ConfigError]:

@@ -27,7 +27,7 @@ LAYER_NORM = {
         },
         {
             "normalization": "LayerNorm", "gated_linear_unit": False, "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True, "use_bias": True,
+            "mlp_names": "c_fc", "tie_word_embeddings": True, "use_bias": True,
         },
         windows="every",
     ),

@@ -12,16 +12,16 @@ from trainer.config.families import (
     FAMILIES,
     LATENT_DEFAULTS,
     known_class,
-    layers_with_experts,
     named_family,
     source_class,
 )
 from trainer.config.family.record import Family, SourceClass
+from trainer.config.layer_types import alternating_layer_types, layers_with_experts, window_layer_types
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
 from trainer.config.schema.fields import Section, fields_by_yaml_name, yaml_names
-from trainer.config.schema.model import LATENT_SIZES, ModelConfig, alternating_layer_types, window_layer_types
+from trainer.config.schema.model import LATENT_SIZES, ModelConfig
 from trainer.config.schema.moe import MoEConfig
 
 _MODEL = "model.model_config"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trainer.config.checks.problem import ConfigError, one_of, problem_at
 from trainer.config.families import FAMILIES, known_class, known_families, named_family
@@ -19,7 +19,7 @@ from trainer.config.read.relocate import move_to_canonical_sections
 from trainer.config.read.resolve import Resolved, resolve
 from trainer.config.read.yaml_reader import MAX_BYTES, parse_document
 from trainer.config.schema.fields import yaml_names
-from trainer.config.schema.model import ModelConfig, RopeScaling
+from trainer.config.schema.model import Activation, ModelConfig, RopeScaling
 from trainer.config.schema.moe import MoEConfig
 from trainer.errors import UserError
 from trainer.input_files import path_error
@@ -43,7 +43,7 @@ _GENERATION = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty
 _TOP_K = 50
 """The top_k of transformers where generation_config.json leaves it out."""
 _VALUES = {
-    "hidden_act": ("silu", "gelu_pytorch_tanh"),
+    "hidden_act": get_args(Activation),
     "rope_type": ("default", "linear", "llama3", "yarn", "longrope", "su"),
 }
 """The supported values of these keys; su is an older name of longrope."""

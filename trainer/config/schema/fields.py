@@ -57,6 +57,7 @@ _SUPPORT = "x-support"
 _REASON = "x-reason"
 _FIX = "x-fix"
 _BESIDE = "x-beside"
+_EXPLICIT = "x-explicit"
 
 
 class Beside(NamedTuple):
@@ -131,6 +132,7 @@ def setting(
     aliases: str = "",
     fix: str = "",
     beside: Beside | tuple[Beside, ...] = (),
+    explicit_only: tuple[Any, ...] = (),
     **constraints: Any,
 ) -> Any:
     """Declares a key that acts.
@@ -141,6 +143,7 @@ def setting(
         aliases: Other names of the key, separated by spaces; different values under two names are an error.
         fix: What to do about a value that is not allowed, if the description is no help.
         beside: Other keys that allow only one value of this one; this value is then the default.
+        explicit_only: Values that semi-automatic mode does not support yet.
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """
     if default is not REQUIRED and "Default" not in description:
@@ -152,7 +155,7 @@ def setting(
         description += f" Default {default_text}."
     if isinstance(beside, Beside):
         beside = (beside,)
-    extra = {_ALIASES: aliases.split(), _FIX: fix, _BESIDE: beside}
+    extra = {_ALIASES: aliases.split(), _FIX: fix, _BESIDE: beside, _EXPLICIT: explicit_only}
     return _declare(default, description, extra, constraints)
 
 
@@ -180,6 +183,11 @@ def fix_of(field: FieldInfo) -> str:
 def beside_of(field: FieldInfo) -> tuple[Beside, ...]:
     """Returns the rules about other keys that allow only one value of this one."""
     return _extra(field, _BESIDE, ())
+
+
+def explicit_only(field: FieldInfo) -> tuple[Any, ...]:
+    """Returns the values of a key that semi-automatic mode does not support."""
+    return _extra(field, _EXPLICIT, ())
 
 
 def support_of(field: FieldInfo) -> tuple[Support, str]:

@@ -1,7 +1,7 @@
 """The decoder: YAML ``model.model_config``."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -27,27 +27,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Divisor = Annotated[float, Field(gt=0)]
 WindowSide = Annotated[int, Field(ge=-1, le=LENGTH)]
-
-
-def window_layer_types(layers: int, skip_frequency: Any) -> list[str]:
-    """Converts MindSpore Transformers' ``window_attn_skip_freq`` to ``layer_types``.
-
-    It gives layer 0 the attention of layer 1 (attention.py, line 149: ``max(1, layer_number)``).
-    """
-    if isinstance(skip_frequency, list):
-        windowed = [bool(value) for value in skip_frequency]
-    elif isinstance(skip_frequency, int) and skip_frequency > 0:
-        windowed = [(layer + 1) % skip_frequency != 0 for layer in range(layers)]
-    else:
-        windowed = [True] * layers
-    windowed[:1] = windowed[1:2] or windowed[:1]
-    return ["sliding_attention" if has_window else "full_attention" for has_window in windowed]
-
-
-def alternating_layer_types(layers: int, period: int) -> list[str]:
-    """Returns the ``layer_types`` of a model in which every `period`th layer has no sliding window."""
-    kinds = {False: "full_attention", True: "sliding_attention"}
-    return [kinds[layer % period != 0] for layer in range(1, layers + 1)]
+Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 
 class RopeScaling(Section):
@@ -193,7 +173,8 @@ class ModelConfig(Section):
         None, "Gemma's softmax_scale: the scale is 1 / sqrt of it. Default null: softmax_scale decides.", gt=0)
     attention_sinks: bool = setting(
         False, "A learned score of each head that competes with those of the keys and has no value (gpt-oss).",
-        beside=Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"))
+        beside=Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"),
+        explicit_only=(True,))
     attn_logit_softcapping: float | None = setting(
         None, "Softcapping of the attention's scores s: cap * tanh(s / cap) (Gemma-2). Default null: none.", gt=0,
         beside=Beside("multi_latent_attention", None, "not yet supported with multi_latent_attention"))
@@ -207,7 +188,7 @@ class ModelConfig(Section):
         None, "Softcapping of the logits x: cap * tanh(x / cap) (Gemma-2). Default null: none.", gt=0)
     normalization: Literal["RMSNorm", "FusedRMSNorm", "LayerNorm"] = setting(
         "RMSNorm", "Kind of the norms: RMSNorm, under both of its names, or LayerNorm, which subtracts the mean of a"
-        " row first.", fix="use a model with one of these")
+        " row first.", fix="use a model with one of these", explicit_only=("LayerNorm",))
     norm_has_bias: bool = setting(True, "normalization LayerNorm: norms have a bias. False: none (Cohere).")
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in a norm.", gt=0,
@@ -293,13 +274,18 @@ class ModelConfig(Section):
     param_init_std_rules: list[InitRule] | None = setting(
         None, "Standard deviations of new weights by name; of several rules the last one counts. Default null:"
         " initializer_range.")
-    hidden_act: Literal["silu", "swiglu", "fusedswiglu", "gelu_pytorch_tanh"] = setting(
+    hidden_act: Literal[Activation, "swiglu", "fusedswiglu"] = setting(
         "silu", "Activation: silu (SwiGLU), under each of its names, or GELU approximated by tanh.",
         aliases="hidden_activation", fix="use a model with one of these: a model needs the activation it was made for")
     gated_linear_unit: bool = setting(
         True, "The feed-forward layer multiplies its activation by a second projection. False: it has no such gate"
-        " (Starcoder2), and its activation is gelu_pytorch_tanh.",
-        beside=Beside("experts", True, "not yet supported with experts", "use another model"))
+        " (Starcoder2).",
+        beside=(Beside("experts", True, "not yet supported with experts", "use another model"),
+                Beside("has_silu", True, "not yet supported with hidden_act silu", "use another model")),
+        explicit_only=(False,))
+    mlp_names: Literal["up_proj", "c_fc"] = setting(
+        "up_proj", "gated_linear_unit False: the name of the first of the two matrices, as the class has it: up_proj,"
+        " or c_fc (Starcoder2).")
     compute_dtype: Dtype | None = setting(
         None, "Dtype of matrix products. Default null: amp_level decides; without it float32, on an Ascend bfloat16.")
     layernorm_compute_type: Dtype | None = setting(
@@ -385,11 +371,16 @@ class ModelConfig(Section):
         return self.head_dim
 
     @property
-    def activation(self) -> Literal["silu", "gelu_pytorch_tanh"]:
+    def activation(self) -> Activation:
         """Returns the activation of the feed-forward layers."""
-        if self.hidden_act == "gelu_pytorch_tanh":
-            return "gelu_pytorch_tanh"
-        return "silu"
+        if self.hidden_act == "swiglu" or self.hidden_act == "fusedswiglu":
+            return "silu"
+        return self.hidden_act
+
+    @property
+    def has_silu(self) -> bool:
+        """Returns whether the activation is silu."""
+        return self.activation == "silu"
 
     @property
     def centers_norms(self) -> bool:

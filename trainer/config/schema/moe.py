@@ -53,8 +53,9 @@ class MoEConfig(Section):
         False, "Multiply the shared experts' output by the sigmoid of a projection of the token (Qwen2-MoE).",
         aliases="moe_shared_expert_gate")
     moe_mlp_has_bias: bool = setting(
-        False, "Biases on the three matrices of each expert (gpt-oss).")
-    moe_router_has_bias: bool = setting(False, "A bias on the router's logits (gpt-oss).")
+        False, "Biases on the three matrices of each expert (gpt-oss).", explicit_only=(True,))
+    moe_router_has_bias: bool = setting(
+        False, "A bias on the router's logits (gpt-oss).", explicit_only=(True,))
     swiglu_limit: float | None = setting(
         None, "Experts compute (up + 1) * gate * sigmoid(swiglu_alpha * gate), with gate up to this limit and up within"
         " it on both sides (gpt-oss). Default null: silu(gate) * up.", gt=0)

@@ -21,12 +21,12 @@ from trainer.models.spec.model import AdapterSpec, LayerSpec, MlpSpec, ModelSpec
 from trainer.models.spec.sublayers import (
     attention_parameters,
     attention_spec,
-    has_norm_bias,
     mlp_parameters,
     mlp_spec,
     moe_parameters,
     moe_spec,
     mtp_parameters,
+    norm_spec,
 )
 
 if TYPE_CHECKING:
@@ -53,12 +53,9 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
         vocabulary=settings.vocab_size,
         hidden=settings.hidden_size,
         embedding=settings.embedding_width,
-        eps=settings.rms_norm_eps,
+        norm=norm_spec(settings),
         layers=tuple(layers),
         mtp_modules=settings.mtp_depth,
-        norm_offset=settings.norm_offset,
-        centers_norms=settings.centers_norms,
-        norm_bias=has_norm_bias(settings),
         tied=settings.tie_word_embeddings and settings.num_labels is None,
         has_score=settings.num_labels is not None,
         maps_embedding=settings.maps_embedding,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from trainer.models.spec.names import (
     EMBEDDING,
@@ -24,12 +24,14 @@ from trainer.models.spec.names import (
     MAPPING_OUT,
     MLP_NORM,
     SCORE,
-    UNGATED_MLP,
     adapter_names,
     layer_prefix,
     norm_bias,
 )
 from trainer.parallel.sharding import shard_range
+
+if TYPE_CHECKING:
+    from trainer.config.schema.model import Activation
 
 Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocabulary", "expert", "partial"]
 """How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not at all; by its outputs; by its
@@ -72,13 +74,30 @@ class ParameterSpec(NamedTuple):
         return self._replace(shape=tuple(shape))
 
 
-def norm_parameters(
-    name: str, size: int, has_bias: bool = False, sharding: Sharding = "replicated"
-) -> Iterator[ParameterSpec]:
-    """Yields the weight of a norm, by its name, and its bias."""
-    yield ParameterSpec(name, (size,), sharding, "ones", "norm")
-    if has_bias:
-        yield ParameterSpec(norm_bias(name), (size,), sharding, "zeros", "bias")
+class NormSpec(NamedTuple):
+    """A norm of rows: x / sqrt(mean(x^2) + eps) * (offset + weight) + bias.
+
+    Attributes:
+        offset: 1 where weights are zero-centered, else 0.
+        centers: It takes x without the mean of the row: LayerNorm. Otherwise RMSNorm.
+        has_bias: There is a bias.
+    """
+
+    eps: float
+    offset: float = 0.0
+    centers: bool = False
+    has_bias: bool = False
+
+    @property
+    def rms(self) -> NormSpec:
+        """Returns the norm of queries and keys, and of the outputs of sublayers: RMSNorm in every model."""
+        return NormSpec(self.eps, self.offset)
+
+    def parameters(self, name: str, size: int, sharding: Sharding = "replicated") -> Iterator[ParameterSpec]:
+        """Yields the weight, which has this name, and the bias."""
+        yield ParameterSpec(name, (size,), sharding, "ones", "norm")
+        if self.has_bias:
+            yield ParameterSpec(norm_bias(name), (size,), sharding, "zeros", "bias")
 
 
 class AdapterSpec(NamedTuple):
@@ -135,12 +154,10 @@ class AttentionSpec:
         norms_rotated: With `head_norm`: queries and keys are normed after they are rotated (Hunyuan).
         pre_norm: The input is normed.
         post_norm: The output is normed before it is added to the residual stream.
-        eps: Epsilon of the norms.
+        norm: The kind of the norms.
         dropout: Dropout rate of the attention probabilities.
         output_dropout: Dropout rate of the output, before it is added to the residual stream.
         output_scale: Factor on the output, after norm and dropout.
-        norm_offset: Added to the weights of the norms: 1 where these are zero-centered, else 0.
-        centers_norms: The norms are LayerNorm instead of RMSNorm.
         adapters: By the name of the matrix, for example "self_attn.q_proj".
     """
 
@@ -150,7 +167,7 @@ class AttentionSpec:
     head_size: int
     value_size: int
     scale: float
-    eps: float
+    norm: NormSpec
     rotary_size: int
     rotary_interleaved: bool = False
     score_cap: float | None = None
@@ -165,8 +182,6 @@ class AttentionSpec:
     dropout: float = 0.0
     output_dropout: float = 0.0
     output_scale: float = 1.0
-    norm_offset: float = 0.0
-    centers_norms: bool = False
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     def local(self, ranks: int) -> AttentionSpec:
@@ -221,27 +236,24 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A feed-forward sublayer: W_down (silu(W_gate x) * W_up x), or without a gate W_proj gelu(W_fc x).
+    """A feed-forward sublayer: W_down (act(W_gate x) * W_up x), or without a gate W_down act(W_up x).
 
     Attributes:
-        has_gate: There is a W_gate.
+        matrices: The names of the matrices within the layer, in forward order.
+        activation: act.
         is_parallel: It takes what attention takes, the norm of the layer's input, and adds to what attention leaves.
-        is_gelu: The activation is GELU in its approximation by tanh, instead of silu.
-        pre_norm, post_norm, eps, output_dropout, output_scale, norm_offset, centers_norms, adapters: As in
-            `AttentionSpec`.
+        norm, pre_norm, post_norm, output_dropout, output_scale, adapters: As in `AttentionSpec`.
     """
 
     hidden: int
     width: int
-    eps: float
+    norm: NormSpec
     pre_norm: bool = True
     post_norm: bool = False
     output_dropout: float = 0.0
     output_scale: float = 1.0
-    norm_offset: float = 0.0
-    centers_norms: bool = False
-    is_gelu: bool = False
-    has_gate: bool = True
+    matrices: tuple[str, ...] = GATED_MLP
+    activation: Activation = "silu"
     is_parallel: bool = False
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
@@ -258,11 +270,9 @@ class MlpSpec:
         return MLP_NORM
 
     @property
-    def matrices(self) -> tuple[str, ...]:
-        """Returns the names of the matrices within the layer, in forward order."""
-        if self.has_gate:
-            return GATED_MLP
-        return UNGATED_MLP
+    def has_gate(self) -> bool:
+        """Returns whether there is a W_gate."""
+        return len(self.matrices) == len(GATED_MLP)
 
     def local(self, ranks: int) -> MlpSpec:
         """Returns the sublayer of each of `ranks` tensor-parallel ranks, which has some of the columns."""
@@ -287,7 +297,7 @@ class MoeSpec:
     """
 
     hidden: int
-    eps: float
+    norm: NormSpec
     experts: int
     chosen: int
     width: int
@@ -353,9 +363,7 @@ class ModelSpec:
     Attributes:
         embedding: Width of the embedding and of the head; `hidden` unless matrices map between the two.
         layers: The layers; the last `mtp_modules` are those of the MTP modules. Equal layers are one object.
-        eps: Epsilon of the norm before the head and of the norms of the MTP modules.
-        norm_offset, centers_norms: As in `AttentionSpec`, of the norm before the head.
-        norm_bias: Norms have a bias.
+        norm: The norm before the head. Those of the MTP modules have its epsilon.
         tied: The head is the embedding.
         has_score: The head gives a score instead of logits.
         maps_embedding: A matrix maps the embedding to the residual stream, another one the residual stream to the head.
@@ -366,12 +374,9 @@ class ModelSpec:
     vocabulary: int
     hidden: int
     embedding: int
-    eps: float
+    norm: NormSpec
     layers: tuple[LayerSpec, ...]
     mtp_modules: int = 0
-    norm_offset: float = 0.0
-    centers_norms: bool = False
-    norm_bias: bool = False
     tied: bool = False
     has_score: bool = False
     maps_embedding: bool = False
@@ -448,7 +453,7 @@ class ModelSpec:
             specs += self.layer_parameters(layer).values()
         if self.maps_embedding:
             specs.append(ParameterSpec(MAPPING_OUT, (self.embedding, self.hidden)))
-        specs += norm_parameters(FINAL_NORM, self.embedding, self.norm_bias)
+        specs += self.norm.parameters(FINAL_NORM, self.embedding)
         if self.has_score:
             specs.append(ParameterSpec(SCORE, (1, self.embedding)))
         elif not self.tied:

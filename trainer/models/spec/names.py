@@ -33,8 +33,8 @@ EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
 """A buffer: it moves against the load of the experts, not by a gradient."""
 GATED_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 """The matrices of a feed-forward layer; the last one makes its output."""
-UNGATED_MLP = ("mlp.c_fc", "mlp.c_proj")
-"""Those of a feed-forward layer without a gate, with Starcoder2's names."""
+UNGATED_MLPS = {"up_proj": GATED_MLP[1:], "c_fc": ("mlp.c_fc", "mlp.c_proj")}
+"""Those of a feed-forward layer without a gate, as its class has them, by the last part of the first name."""
 SINKS = "self_attn.sinks"
 """A score of each head that competes with those of the keys and has no value."""
 ROUTER_BIAS = "mlp.gate.bias"

@@ -13,15 +13,16 @@ from trainer.models.spec.model import (
     LatentSpec,
     MlpSpec,
     MoeSpec,
+    NormSpec,
     ParameterSpec,
     Sharding,
-    norm_parameters,
 )
 from trainer.models.spec.names import (
     EXPERT_BIAS,
     EXPERT_DOWN_BIAS,
     EXPERT_GATE_BIAS,
     EXPERT_UP_BIAS,
+    GATED_MLP,
     INPUT_NORM,
     MLP_NORM,
     POST_ATTENTION_NORM,
@@ -30,6 +31,7 @@ from trainer.models.spec.names import (
     ROUTER_BIAS,
     SHARED_GATE,
     SINKS,
+    UNGATED_MLPS,
     sublayer_of,
 )
 
@@ -54,9 +56,10 @@ def latent_spec(settings: ModelConfig) -> LatentSpec | None:
     )
 
 
-def has_norm_bias(settings: ModelConfig) -> bool:
-    """Returns whether the norms of the residual stream have a bias."""
-    return settings.centers_norms and settings.norm_has_bias
+def norm_spec(settings: ModelConfig) -> NormSpec:
+    """Returns the norms of the residual stream."""
+    centers = settings.centers_norms
+    return NormSpec(settings.rms_norm_eps, settings.norm_offset, centers, centers and settings.norm_has_bias)
 
 
 def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = MappingProxyType({})) -> AttentionSpec:
@@ -78,7 +81,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         head_size=settings.head_size,
         value_size=value_size,
         scale=_score_scale(settings),
-        eps=settings.rms_norm_eps,
+        norm=norm_spec(settings),
         rotary_size=rotary_size,
         rotary_interleaved=settings.rope_interleave,
         score_cap=settings.attn_logit_softcapping,
@@ -93,8 +96,6 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         dropout=settings.attention_dropout,
         output_dropout=settings.hidden_dropout,
         output_scale=settings.residual_multiplier,
-        norm_offset=settings.norm_offset,
-        centers_norms=settings.centers_norms,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "attention"},
     )
 
@@ -119,18 +120,23 @@ def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -
     return MlpSpec(
         hidden=settings.hidden_size,
         width=settings.ffn_size,
-        eps=settings.rms_norm_eps,
+        norm=norm_spec(settings),
         pre_norm=settings.input_norms,
         post_norm=settings.post_mlp_layernorm,
         output_dropout=settings.hidden_dropout,
         output_scale=settings.residual_multiplier,
-        norm_offset=settings.norm_offset,
-        centers_norms=settings.centers_norms,
-        is_gelu=settings.activation != "silu",
-        has_gate=settings.gated_linear_unit,
+        matrices=_mlp_matrices(settings),
+        activation=settings.activation,
         is_parallel=settings.parallel_attn,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
     )
+
+
+def _mlp_matrices(settings: ModelConfig) -> tuple[str, ...]:
+    """Returns the names of the matrices of a dense feed-forward layer."""
+    if settings.gated_linear_unit:
+        return GATED_MLP
+    return UNGATED_MLPS[settings.mlp_names]
 
 
 def moe_spec(settings: ModelConfig) -> MoeSpec:
@@ -138,7 +144,7 @@ def moe_spec(settings: ModelConfig) -> MoeSpec:
     moe = moe_config(settings)
     return MoeSpec(
         hidden=settings.hidden_size,
-        eps=settings.rms_norm_eps,
+        norm=norm_spec(settings),
         experts=moe.expert_num,
         chosen=moe.num_experts_chosen,
         width=settings.expert_size,
@@ -174,7 +180,7 @@ def mlp_parameters(settings: ModelConfig) -> list[ParameterSpec]:
     spec = mlp_spec(settings)
     parameters: list[ParameterSpec] = []
     if spec.pre_norm and not spec.is_parallel:
-        parameters += norm_parameters(MLP_NORM, spec.hidden, has_norm_bias(settings))
+        parameters += spec.norm.parameters(MLP_NORM, spec.hidden)
     *inner, output = spec.matrices
     for name in inner:
         parameters += _linear(name, spec.width, spec.hidden, settings.mlp_has_bias, "column")
@@ -228,7 +234,7 @@ def _grouped_attention_parameters(settings: ModelConfig, spec: AttentionSpec) ->
     queries = spec.heads * spec.head_size
     keys = spec.kv_heads * spec.head_size
     if spec.pre_norm:
-        yield from norm_parameters(INPUT_NORM, hidden, has_norm_bias(settings))
+        yield from spec.norm.parameters(INPUT_NORM, hidden)
     yield from _linear("self_attn.q_proj", queries, hidden, settings.qkv_has_bias, "column")
     yield from _linear("self_attn.k_proj", keys, hidden, settings.qkv_has_bias, "kv_column")
     yield from _linear("self_attn.v_proj", keys, hidden, settings.qkv_has_bias, "kv_column")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 
-from trainer.ops.plain import OneHot
+from trainer.ops.plain_moe import OneHot
 from trainer.ops.routing import DropPolicy, RoutingRule
 
 

@@ -224,7 +224,7 @@ def kept_of_layer(
         gates = 3 * width
         if widens:
             gates = 2 * 4 + width
-        if mlp.is_gelu:  # its result is kept for the gradient of the product, too
+        if mlp.activation != "silu":  # its result is kept for the gradient of the product, too
             gates = 3 * 4 + width
         if not mlp.has_gate:
             gates = 2 * 4 + width * half
