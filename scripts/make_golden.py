@@ -70,6 +70,7 @@ LARGEST_TOTAL_BYTES = 7_000_000
 # A base of 500 puts the wavelengths of an 8-wide head at 6, 30, 141 and 664 positions: with 64 original positions
 # llama3 and yarn then keep, blend and stretch at least one frequency each.
 SCALING_BASE = {"rope_theta": 500.0, "max_position_embeddings": 256}
+SCALED = {**SCALING_BASE, "num_hidden_layers": 1, "intermediate_size": 24}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -131,12 +132,12 @@ CASES = {
     "llama_tied_linear": Case("tied head, linear rotary scaling",
                               {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.5}},
                               without={"rope_scaling": None}),
-    "llama_llama3": Case("llama3 rotary scaling", {**SCALING_BASE, "rope_scaling": LLAMA3},
+    "llama_llama3": Case("llama3 rotary scaling", {**SCALED, "rope_scaling": LLAMA3},
                          without={"rope_scaling": None}),
-    "llama_yarn": Case("yarn rotary scaling, attention factor from the factor", {**SCALING_BASE, "rope_scaling": YARN},
+    "llama_yarn": Case("yarn rotary scaling, attention factor from the factor", {**SCALED, "rope_scaling": YARN},
                        without={"rope_scaling": None}),
     "llama_yarn_mscale": Case("yarn rotary scaling with its optional keys",
-                              {**SCALING_BASE, "rope_scaling": YARN_ALL_KEYS}, without={"rope_scaling": YARN}),
+                              {**SCALED, "rope_scaling": YARN_ALL_KEYS}, without={"rope_scaling": YARN}),
     "llama_bias": Case("biases in attention and MLP", {"attention_bias": True, "mlp_bias": True},
                        neutral={".bias": 0.0}),
     "qwen2": Case("query, key and value biases, tied head", {"tie_word_embeddings": True}, "qwen2",
