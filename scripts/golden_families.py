@@ -89,6 +89,14 @@ FAMILY_CASES = {
         {**PHI3, "original_max_position_embeddings": 32, "tie_word_embeddings": True, "num_hidden_layers": 1},
         {"short factors": Removal({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0, 2.5, 3.5]}})},
     ),
+    "exaone4": family(
+        "norms after the sublayers only, norms of query and key, a window and rotary positions in one of two layers; a"
+        " tied head", "exaone4",
+        FEW | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5,
+               "rope_theta": 20.0},
+        OLMO_REMOVALS | {"window": Removal({"layer_types": ["full_attention"] * 2}),
+                         "no rotary": Removal({"layer_types": ["sliding_attention"] * 2, "sliding_window": 24})},
+    ),
     "gemma": family(
         "norms of 1 + weight, a factor on the embeddings, GELU; a tied head", "gemma",
         {"head_dim": 6, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},

@@ -108,6 +108,13 @@ STABLELM = {
     "use_qkv_bias": True, "vocab_size": 100352,
 }  # fmt: skip
 """StableLM-2-1.6B."""
+EXAONE = {
+    "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 128, "hidden_size": 5120,
+    "intermediate_size": 27392, "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
+    "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8, "rope_theta": 1000000,
+    "sliding_window": 4096, "sliding_window_pattern": "LLLG", "vocab_size": 102400,
+}  # fmt: skip
+"""EXAONE-4.0-32B."""
 GRANITE_MOE = {
     "architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625,
     "embedding_multiplier": 12.0, "hidden_size": 1024, "intermediate_size": 512, "logits_scaling": 6.0,
@@ -153,10 +160,11 @@ HUNYUAN = {
         (STARCODER2, "Starcoder2ForCausalLM", 3_030_371_328),
         (COHERE2, "Cohere2ForCausalLM", 8_028_033_024),
         (COHERE, "CohereForCausalLM", 34_980_831_232),
+        (EXAONE, "Exaone4ForCausalLM", 32_003_216_384),
         (STABLELM, "StableLmForCausalLM", 1_644_515_328),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
-         "Hunyuan", "Starcoder2", "Command R7B", "Command R", "StableLM-2"],
+         "Hunyuan", "Starcoder2", "Command R7B", "Command R", "EXAONE-4", "StableLM-2"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -20,11 +20,11 @@ _OLMO_KEYS = ALL | {
     "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None, "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5, "attention_bias": False,
 }
-_OLMO = {
-    "use_qk_norm": True, "qk_norm_all_heads": True, "input_norms": False, "post_self_attn_layernorm": True,
-    "post_mlp_layernorm": True,
+_NORMS_AFTER = {
+    "use_qk_norm": True, "input_norms": False, "post_self_attn_layernorm": True, "post_mlp_layernorm": True,
 }  # fmt: skip
-_OLMO_NORMS = {
+_OLMO = _NORMS_AFTER | {"qk_norm_all_heads": True}
+_NORMS_AFTER_NAMES = {
     ".post_self_attn_layernorm.": ".post_attention_layernorm.",
     ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
 }
@@ -96,13 +96,22 @@ DENSE = {
     ),
     "GraniteForCausalLM": Family("granite", GRANITE | {"mlp_bias": False}, has_output_bias=True),
     "Olmo2ForCausalLM": Family(
-        "olmo2", _OLMO_KEYS, _OLMO, has_output_bias=True, tensor_names=_OLMO_NORMS
+        "olmo2", _OLMO_KEYS, _OLMO, has_output_bias=True, tensor_names=_NORMS_AFTER_NAMES
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3",
         _OLMO_KEYS | {"rope_theta": 500000.0, "sliding_window": 4096},
         _OLMO | {"window_rope_theta": 500000.0}, windows="listed", full_attention_period=4, has_output_bias=True,
-        tensor_names=_OLMO_NORMS,
+        tensor_names=_NORMS_AFTER_NAMES,
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        ALL | {
+            "vocab_size": 102400, "intermediate_size": 16384, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+        },
+        _NORMS_AFTER, model_with_window={"nope_without_window": True}, windows="listed", full_attention_period=4,
+        tensor_names=_NORMS_AFTER_NAMES,
     ),
     "GemmaForCausalLM": Family(
         "gemma",

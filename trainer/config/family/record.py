@@ -62,6 +62,8 @@ class Family(NamedTuple):
     windows: Windows = ""
     full_attention_period: int = 0
     """Which layers have no sliding window where layer_types does not say it: every Nth; 0: see `windows`."""
+    model_with_window: Mapping[str, Any] = {}
+    """Keys of ``model_config`` that the name implies where a model has a sliding window."""
     rope_types: tuple[str, ...] = ()
     """The types of rope_scaling that its class accepts, if not `ROPE_TYPES`."""
     scales_embeddings: bool = False

@@ -143,7 +143,10 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
     if has_output_bias:
         _from_attention_bias(resolved)
     if family is not None:
-        for name, value in family.model.items():
+        implied = dict(family.model)
+        if resolved.section(_MODEL).get("sliding_window"):
+            implied |= family.model_with_window
+        for name, value in implied.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, because)
         _alternate_windows(resolved, family, because)
     width = resolved.section(_MODEL).get("hidden_size")
@@ -171,8 +174,11 @@ def _alternate_windows(resolved: Resolved, family: Family, because: str) -> None
     settings = resolved.section(_MODEL)
     layers = settings.get("num_layers", ModelConfig.model_fields["num_layers"].default)
     period = family.full_attention_period
-    if type(settings.get("sliding_window_pattern")) is int:
-        period = settings.pop("sliding_window_pattern")
+    pattern = settings.get("sliding_window_pattern")
+    if type(pattern) is int or (isinstance(pattern, str) and settings.get("layer_types")):  # EXAONE 4 has LLLG
+        settings.pop("sliding_window_pattern")
+    if type(pattern) is int:
+        period = pattern
     if not period or not settings.get("sliding_window") or type(layers) is not int:
         return
     if settings.get("layer_types") is None and settings.get("use_sliding_window") is None:
