@@ -162,6 +162,10 @@ FAMILY_CASES = {
                                               "truncate": True, "original_max_position_embeddings": 16}}),
         }, "7",
     ),
+    "helium": family(
+        "neighbouring numbers of a head rotated; a tied head", "helium", FEW | {"head_dim": 6, "rope_theta": 20.0},
+        {"pairs": Removal({"rope_theta": 1e30})},
+    ),
     "seed_oss": family(
         "biases on query, key and value, heads wider than hidden / heads", "seed_oss",
         {"vocab_size": 31, "head_dim": 10, "attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0,

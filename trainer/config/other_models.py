@@ -12,7 +12,7 @@ _HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
 UNSUPPORTED_FAMILIES = {
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
-    "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
+    "olmo": "norms have no weights",
     "qwen3_next": "some layers have linear attention",
 }  # fmt: skip
 """Sentences about the differences between a Llama and other families, by model_type."""

@@ -168,7 +168,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 
 TOLD = {
-    "helium": "neighbouring numbers of a head",
+    "olmo": "norms have no weights",
     "qwen3_next": "some layers have linear attention",
 }  # fmt: skip
 
@@ -214,14 +214,14 @@ def test_a_sliding_window_is_that_of_the_class(tmp_path: Path, kind: str, keys: 
 AS_LLAMA = "model: {arch: {type: LlamaForCausalLM}}\n"
 
 
-@pytest.mark.parametrize("name", ["helium"])
+@pytest.mark.parametrize("name", ["olmo"])
 def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, name: str) -> None:
     text = key(folder_of(tmp_path, OTHERS[name]), AS_LLAMA)
     config = load(text)
     assert (config.model.arch.type, config.decoder.num_layers, config.decoder.head_dim) == ("LlamaForCausalLM", 4, 8)
     told = notes(text)
     assert f"{name}: not a known family; the model is built as LlamaForCausalLM (model.arch.type)" in told
-    assert "neighbouring numbers" in told
+    assert "norms have no weights" in told
     assert parse_config("config.yaml", dump_config(config)) == config
 
 
@@ -230,20 +230,20 @@ def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, nam
     [({"scale_emb": 12.0}, "scale_emb = 12.0"), ({"embedding_dropout": 0.1}, "embedding_dropout = 0.1")],
 )
 def test_a_key_that_changes_the_numbers_is_never_left_out(tmp_path: Path, keys: dict[str, float], part: str) -> None:
-    message = error_of(key(folder_of(tmp_path, OTHERS["helium"] | keys), AS_LLAMA))
+    message = error_of(key(folder_of(tmp_path, OTHERS["olmo"] | keys), AS_LLAMA))
     assert part in message
     assert "remove" not in message and "leave it out" not in message
 
 
 def test_values_that_change_nothing_load_and_keys_that_nobody_knows_do_not(tmp_path: Path) -> None:
     plain = {"embedding_multiplier": 1.0, "logit_scale": 1.0, "attention_multiplier": 0.25}
-    assert load(key(folder_of(tmp_path, OTHERS["helium"] | plain), AS_LLAMA)).decoder.softmax_scale == 0.25
+    assert load(key(folder_of(tmp_path, OTHERS["olmo"] | plain), AS_LLAMA)).decoder.softmax_scale == 0.25
     sizes = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300"
     neutral = f"model_config: {{{sizes}, final_logit_softcapping: null, logit_scale: 1}}\n"
     assert load(neutral).decoder.num_layers == 2
     pasted = error_of(f"model_config: {{{sizes}, scale_emb: 12.0}}\n")
     assert "a factor on the embeddings" in pasted and "remove" not in pasted
-    odd = folder_of(tmp_path, OTHERS["helium"], mystery=0.5, silent=False)
+    odd = folder_of(tmp_path, OTHERS["olmo"], mystery=0.5, silent=False)
     message = error_of(key(odd, AS_LLAMA))
     assert "mystery = 0.5: the effect of this key" in message and "silent" not in message
     known = folder_of(tmp_path, described(), mystery=0.5)
@@ -251,8 +251,8 @@ def test_values_that_change_nothing_load_and_keys_that_nobody_knows_do_not(tmp_p
 
 
 def test_names_of_two_families_are_an_error(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="helium")
-    assert "model_type = 'helium': this family is not known" in error_of(key(folder))
+    folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="olmo")
+    assert "model_type = 'olmo': this family is not known" in error_of(key(folder))
     assert "write model.arch.type: Qwen3ForCausalLM" in error_of(key(folder_of(tmp_path), AS_LLAMA))
     folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="llama")
     message = error_of(key(folder))

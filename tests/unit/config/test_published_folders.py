@@ -130,6 +130,12 @@ ERNIE_MOE = {
     "num_nextn_predict_layers": 1, "rope_theta": 500000, "use_bias": False, "vocab_size": 103424,
 }  # fmt: skip
 """ERNIE-4.5-21B-A3B, whose module for a further token transformers leaves out."""
+HELIUM = {
+    "architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 128, "hidden_size": 2048,
+    "intermediate_size": 8192, "max_position_embeddings": 4096, "num_attention_heads": 16, "num_hidden_layers": 28,
+    "num_key_value_heads": 8, "rope_theta": 20000.0, "tie_word_embeddings": True, "vocab_size": 64000,
+}  # fmt: skip
+"""Helium-1-2B."""
 HUNYUAN = {
     "architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense", "attention_head_dim": 128,
     "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
@@ -161,10 +167,12 @@ HUNYUAN = {
         (COHERE2, "Cohere2ForCausalLM", 8_028_033_024),
         (COHERE, "CohereForCausalLM", 34_980_831_232),
         (EXAONE, "Exaone4ForCausalLM", 32_003_216_384),
+        (HELIUM, "HeliumForCausalLM", 1_892_796_416),
         (STABLELM, "StableLmForCausalLM", 1_644_515_328),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
-         "Hunyuan", "Starcoder2", "Command R7B", "Command R", "EXAONE-4", "StableLM-2"],
+         "Hunyuan", "Starcoder2", "Command R7B", "Command R", "EXAONE-4", "Helium",
+         "StableLM-2"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -169,6 +169,15 @@ DENSE = {
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         },
     ),
+    "HeliumForCausalLM": Family(
+        "helium",
+        ALL | {
+            "vocab_size": 48000, "hidden_size": 2560, "intermediate_size": 7040, "num_hidden_layers": 24,
+            "num_attention_heads": 20, "num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-8, "rope_theta": 100000.0, "attention_bias": False, "mlp_bias": False,
+        },
+        {"rope_interleave": True}, written=NO_PADDING,
+    ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
         ALL | {
