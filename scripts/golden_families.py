@@ -206,6 +206,12 @@ FAMILY_CASES = {
         {"alpha": Removal({"rope_scaling": None}), "biases": Removal(neutral={"_proj.bias": 0.0}),
          "norms": Removal(neutral={"query_layernorm.weight": 1.0, "key_layernorm.weight": 1.0})},
     ),
+    "arcee": family(
+        "a feed-forward layer without a gate, the square of ReLU, biases in every matrix; a tied head", "arcee",
+        FEW | {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True, "rope_theta": 20.0},
+        {"square of ReLU": Removal({"hidden_act": "gelu_pytorch_tanh"}),
+         "biases": Removal(neutral={"_proj.bias": 0.0})},
+    ),
     "starcoder2": family(
         "LayerNorm with biases, a feed-forward layer without a gate, biases in every matrix, a window, a tied head",
         "starcoder2", FEW | {"norm_epsilon": 1e-3, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 5},

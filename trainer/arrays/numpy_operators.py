@@ -249,6 +249,8 @@ class NumpyOperators:
     def _activate(self, x: np.ndarray, out: np.ndarray, activation: Activation) -> None:
         if activation == "gelu_pytorch_tanh":
             self._gelu(x, out)
+        elif activation == "relu2":
+            np.square(np.maximum(x, 0, out=out), out=out)
         else:
             self.silu(x, out)
 
@@ -256,6 +258,8 @@ class NumpyOperators:
         """Writes grad times the derivative of the activation; `out` may be grad or x."""
         if activation == "gelu_pytorch_tanh":
             self._gelu_gradient(x, grad, out)
+        elif activation == "relu2":
+            np.multiply(grad, 2 * np.maximum(x, 0), out=out)
         else:
             self.silu_gradient(x, grad, out)
 

@@ -26,7 +26,22 @@ if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
 
 MakeCell = Callable[..., nn.Cell]
-_ACTIVATIONS = {"gelu_pytorch_tanh": P.GeLU}
+
+
+class ReluSquared(nn.Cell):
+    """x -> relu(x)^2 (So et al. 2021, Primer, section 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = P.ReLU()
+        self.multiply = P.Mul()
+
+    def construct(self, x_NF: Tensor) -> Tensor:
+        """Returns the activation in the dtype of x."""
+        return self.multiply(self.relu(x_NF), x_NF)
+
+
+_ACTIVATIONS: dict[str, Callable[[], nn.Cell]] = {"gelu_pytorch_tanh": P.GeLU, "relu2": ReluSquared}
 
 
 class InDtype(nn.Cell):

@@ -100,11 +100,13 @@ def test_norms_and_their_gradients(run: NumpyOperators, shape: tuple[int, int], 
 def _activation(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "gelu_pytorch_tanh":
         return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+    if kind == "relu2":
+        return np.maximum(x, 0) ** 2
     return x / (1 + np.exp(-x))
 
 
 @EACH
-@pytest.mark.parametrize("kind", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_pytorch_tanh", "relu2"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated_activations_and_their_gradients(run: NumpyOperators, shape: tuple[int, int], kind: str) -> None:
     gate, up, grad = numbers(*shape) * 3, numbers(*shape), numbers(*shape)

@@ -130,6 +130,16 @@ ERNIE_MOE = {
     "num_nextn_predict_layers": 1, "rope_theta": 500000, "use_bias": False, "vocab_size": 103424,
 }  # fmt: skip
 """ERNIE-4.5-21B-A3B, whose module for a further token transformers leaves out."""
+ARCEE = {
+    "architectures": ["ArceeForCausalLM"], "model_type": "arcee", "head_dim": 128, "hidden_size": 2560,
+    "intermediate_size": 18432, "max_position_embeddings": 65536, "num_attention_heads": 20, "num_hidden_layers": 36,
+    "num_key_value_heads": 4, "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 10000.0, "vocab_size": 128004,
+}  # fmt: skip
+"""AFM-4.5B."""
 HELIUM = {
     "architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 128, "hidden_size": 2048,
     "intermediate_size": 8192, "max_position_embeddings": 4096, "num_attention_heads": 16, "num_hidden_layers": 28,
@@ -168,11 +178,12 @@ HUNYUAN = {
         (COHERE, "CohereForCausalLM", 34_980_831_232),
         (EXAONE, "Exaone4ForCausalLM", 32_003_216_384),
         (HELIUM, "HeliumForCausalLM", 1_892_796_416),
+        (ARCEE, "ArceeForCausalLM", 4_619_184_640),
         (STABLELM, "StableLmForCausalLM", 1_644_515_328),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
          "Hunyuan", "Starcoder2", "Command R7B", "Command R", "EXAONE-4", "Helium",
-         "StableLM-2"],
+         "Arcee", "StableLM-2"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -38,7 +38,7 @@ _SIGNATURES = {
     "to_float32": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE),
 }
 
-_KINDS = ("silu", "gelu_pytorch_tanh")  # of activations, by their numbers in rowwise.c
+_KINDS = ("silu", "gelu_pytorch_tanh", "relu2")  # of activations, by their numbers in rowwise.c
 _FEW_ROWS = 16  # of a product or of a head's queries: with more, oneDNN is faster
 
 

@@ -142,18 +142,27 @@ EXPORT void rms_norm_gradient(const float *x, const float *weight, const float *
 }
 
 /* Gated activations, by their kinds. That of GELU is x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3). */
-enum { SILU, GELU };
+enum { SILU, GELU, RELU2 };
 #define GELU_ROOT 1.5957691216057308f
 #define GELU_CUBE 0.044715f
 
 INLINE V gate_of(V x, int kind) {
     if (kind == GELU) return x * sigmoid(GELU_ROOT * x * (1.0f + GELU_CUBE * x * x));
+    if (kind == RELU2) {
+        V positive = larger(fill(0.0f), x);
+        return positive * positive;
+    }
     return x * sigmoid(x);
 }
 
 /* The derivative of `gate_of`; writes the activation to `active`. */
 INLINE V gate_slope(V x, V *active, int kind) {
     V s, inner;
+    if (kind == RELU2) {
+        V positive = larger(fill(0.0f), x);
+        *active = positive * positive;
+        return 2.0f * positive;
+    }
     if (kind == GELU) {
         V square = GELU_CUBE * x * x;
         s = sigmoid(GELU_ROOT * x * (1.0f + square));
@@ -179,11 +188,17 @@ INLINE void gated_kind(const float *gate, const float *up, float *out, long size
 }
 
 /* A function for each kind, which the compiler knows, and for no up. */
-#define FOR_KIND(function, kind, gate, up, ...)                        \
-    if (up && kind == GELU) function(gate, up, __VA_ARGS__, GELU);     \
-    else if (up) function(gate, up, __VA_ARGS__, SILU);                \
-    else if (kind == GELU) function(gate, NULL, __VA_ARGS__, GELU);    \
-    else function(gate, NULL, __VA_ARGS__, SILU)
+#define WITH_UP(function, kind, gate, up, ...)             \
+    do {                                                   \
+        if (up) function(gate, up, __VA_ARGS__, kind);     \
+        else function(gate, NULL, __VA_ARGS__, kind);      \
+    } while (0)
+#define FOR_KIND(function, kind, gate, up, ...)                           \
+    do {                                                                  \
+        if (kind == GELU) WITH_UP(function, GELU, gate, up, __VA_ARGS__); \
+        else if (kind == RELU2) WITH_UP(function, RELU2, gate, up, __VA_ARGS__); \
+        else WITH_UP(function, SILU, gate, up, __VA_ARGS__);              \
+    } while (0)
 
 /* Writes activation(gate) * up, or activation(gate) if up is NULL. */
 EXPORT void gated(const float *gate, const float *up, float *out, long size, int kind) {

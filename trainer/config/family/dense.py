@@ -94,6 +94,15 @@ DENSE = {
         },
         windows="other", has_output_bias=True,
     ),
+    "ArceeForCausalLM": Family(
+        "arcee",
+        ALL | {
+            "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 18432, "num_key_value_heads": None,
+            "hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False,
+            "mlp_bias": False,
+        },
+        {"gated_linear_unit": False, "hidden_act": "relu2"}, has_output_bias=True,
+    ),
     "GraniteForCausalLM": Family("granite", GRANITE | {"mlp_bias": False}, has_output_bias=True),
     "Olmo2ForCausalLM": Family(
         "olmo2", _OLMO_KEYS, _OLMO, has_output_bias=True, tensor_names=_NORMS_AFTER_NAMES

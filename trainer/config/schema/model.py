@@ -27,7 +27,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Divisor = Annotated[float, Field(gt=0)]
 WindowSide = Annotated[int, Field(ge=-1, le=LENGTH)]
-Activation = Literal["silu", "gelu_pytorch_tanh"]
+Activation = Literal["silu", "gelu_pytorch_tanh", "relu2"]
 
 
 class RopeScaling(Section):
@@ -275,8 +275,10 @@ class ModelConfig(Section):
         None, "Standard deviations of new weights by name; of several rules the last one counts. Default null:"
         " initializer_range.")
     hidden_act: Literal[Activation, "swiglu", "fusedswiglu"] = setting(
-        "silu", "Activation: silu (SwiGLU), under each of its names, or GELU approximated by tanh.",
-        aliases="hidden_activation", fix="use a model with one of these: a model needs the activation it was made for")
+        "silu", "Activation: silu (SwiGLU), under each of its names, GELU approximated by tanh, or relu2, the square of"
+        " ReLU.",
+        aliases="hidden_activation", fix="use a model with one of these: a model needs the activation it was made for",
+        explicit_only=("relu2",))
     gated_linear_unit: bool = setting(
         True, "The feed-forward layer multiplies its activation by a second projection. False: it has no such gate"
         " (Starcoder2).",

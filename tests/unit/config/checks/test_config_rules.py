@@ -57,7 +57,7 @@ SIZES = "model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size
         ("context.device_target=cpu", "write CPU"),
         ("resume_training=3", "= 3: must be true or false or a string"),
         ("output_dir=", "must be a string"),
-        ("model_config.hidden_act=gelu", "must be silu, gelu_pytorch_tanh, swiglu or fusedswiglu"),
+        ("model_config.hidden_act=gelu", "must be silu, gelu_pytorch_tanh, relu2, swiglu or fusedswiglu"),
         ("model_config.top_p=0", "must be greater than 0"),
         ("model_config.compute_dtype=float64", "must be float32, float16 or bfloat16"),
         ("train_dataset.held_out=1", "must be less than 1"),
