@@ -228,6 +228,15 @@ FAMILY_CASES = {
          "biases of norms": Removal(neutral={"norm.bias": 0.0}),
          "rotary on a part": Removal({"partial_rotary_factor": 1.0})},
     ),
+    "nemotron": family(
+        "LayerNorm of 1 + weight with biases, a feed-forward layer without a gate, the square of ReLU, rotary positions"
+        " on a part of a head; a tied head", "nemotron",
+        FEW | {"norm_eps": 1e-3, "hidden_act": "relu2", "head_dim": 8, "partial_rotary_factor": 0.5,
+               "rope_theta": 20.0},
+        {"square of ReLU": Removal({"hidden_act": "gelu_pytorch_tanh"}),
+         "norms": Removal(neutral={"norm.weight": 0.0}), "biases of norms": Removal(neutral={"norm.bias": 0.0}),
+         "rotary on a part": Removal({"partial_rotary_factor": 1.0})},
+    ),
     "cohere": family(
         "attention and feed-forward layer side by side behind a LayerNorm without bias, neighbouring numbers of a head"
         " rotated, a factor on the logits; a tied head", "cohere",

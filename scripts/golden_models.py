@@ -101,7 +101,8 @@ def fill_weights(model: torch.nn.Module, seed_text: str) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(torch.from_numpy(make_weight(f"{seed_text}/{name}", tuple(weight.shape))))
-            if "gemma" in model.config.model_type and name.endswith("norm.weight"):  # it multiplies by 1 + weight
+            centered = model.config.model_type.startswith(("gemma", "nemotron"))
+            if centered and name.endswith("norm.weight"):  # it multiplies by 1 + weight
                 weight -= 1
             if name.endswith(EXPERT_BIAS):
                 weight[..., NEVER_CHOSEN] = -10.0

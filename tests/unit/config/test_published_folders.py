@@ -140,6 +140,12 @@ ARCEE = {
     "rope_theta": 10000.0, "vocab_size": 128004,
 }  # fmt: skip
 """AFM-4.5B."""
+NEMOTRON = {
+    "architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "head_dim": 128, "hidden_size": 3072,
+    "intermediate_size": 9216, "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5, "vocab_size": 256000,
+}  # fmt: skip
+"""Minitron-4B."""
 HELIUM = {
     "architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 128, "hidden_size": 2048,
     "intermediate_size": 8192, "max_position_embeddings": 4096, "num_attention_heads": 16, "num_hidden_layers": 28,
@@ -179,11 +185,12 @@ HUNYUAN = {
         (EXAONE, "Exaone4ForCausalLM", 32_003_216_384),
         (HELIUM, "HeliumForCausalLM", 1_892_796_416),
         (ARCEE, "ArceeForCausalLM", 4_619_184_640),
+        (NEMOTRON, "NemotronForCausalLM", 4_190_509_056),
         (STABLELM, "StableLmForCausalLM", 1_644_515_328),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
          "Hunyuan", "Starcoder2", "Command R7B", "Command R", "EXAONE-4", "Helium",
-         "Arcee", "StableLM-2"],
+         "Arcee", "Nemotron", "StableLM-2"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -40,6 +40,20 @@ LAYER_NORM = {
         },
         {"normalization": "LayerNorm", "rotary_pct": 0.25},
     ),
+    "NemotronForCausalLM": Family(
+        "nemotron",
+        _LAYER_NORMS | {
+            "vocab_size": 256000, "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 48,
+            "num_key_value_heads": None, "hidden_act": "relu2", "max_position_embeddings": 4096,
+            "initializer_range": 0.0134, "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": False,
+            "mlp_bias": False,
+        },
+        {
+            "normalization": "LayerNorm", "layernorm_zero_centered_gamma": True, "gated_linear_unit": False,
+            "hidden_act": "relu2", "rotary_pct": 0.5,
+        },
+        has_output_bias=True,
+    ),
     "CohereForCausalLM": Family(
         "cohere", _COHERE | {"rope_theta": 500000.0, "use_qk_norm": False}, _COHERE_MODEL, has_output_bias=True
     ),

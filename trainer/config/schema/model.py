@@ -192,14 +192,13 @@ class ModelConfig(Section):
     norm_has_bias: bool = setting(True, "normalization LayerNorm: norms have a bias. False: none (Cohere).")
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in a norm.", gt=0,
-        aliases="layernorm_epsilon layer_norm_epsilon layer_norm_eps norm_epsilon")
+        aliases="layernorm_epsilon layer_norm_epsilon layer_norm_eps norm_epsilon norm_eps")
     layernorm_zero_centered_gamma: bool = setting(
-        False, "RMSNorm multiplies by 1 + weight (Gemma).", aliases="zero_centered_gamma",
+        False, "Norms multiply by 1 + weight (Gemma).", aliases="zero_centered_gamma",
         beside=(
             Beside("experts", False, "not yet supported with experts"),
             Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"),
             Beside("mtp_depth", False, "not yet supported with multi-token prediction modules"),
-            _NO_LAYER_NORM,
         ))
     rope_theta: float = setting(
         10000.0, "Base of the rotary frequencies.", gt=0, aliases="theta rotary_base rotary_emb_base")
