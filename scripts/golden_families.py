@@ -237,6 +237,14 @@ FAMILY_CASES = {
          "norms": Removal(neutral={"norm.weight": 0.0}), "biases of norms": Removal(neutral={"norm.bias": 0.0}),
          "rotary on a part": Removal({"partial_rotary_factor": 1.0})},
     ),
+    "jais2": family(
+        "LayerNorm with biases, a feed-forward layer without a gate, the square of ReLU, biases in every matrix; a tied"
+        " head", "jais2",
+        FEW | {"layer_norm_eps": 1e-3, "hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+        {"square of ReLU": Removal({"hidden_act": "gelu_pytorch_tanh"}),
+         "biases of norms": Removal(neutral={"norm.bias": 0.0}),
+         "biases of matrices": Removal(neutral={"_proj.bias": 0.0})},
+    ),
     "cohere": family(
         "attention and feed-forward layer side by side behind a LayerNorm without bias, neighbouring numbers of a head"
         " rotated, a factor on the logits; a tied head", "cohere",

@@ -33,7 +33,7 @@ KNOWN = (
     "phi3",
     "seed_oss", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense",
     "deepseek_v3", "deepseek_v2", "dots1", "starcoder2", "stablelm", "cohere", "cohere2", "exaone4", "helium", "arcee",
-    "nemotron",
+    "nemotron", "jais2",
 )  # fmt: skip
 TINY = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -146,6 +146,11 @@ NEMOTRON = {
     "partial_rotary_factor": 0.5, "vocab_size": 256000,
 }  # fmt: skip
 """Minitron-4B."""
+JAIS = {
+    "architectures": ["Jais2ForCausalLM"], "model_type": "jais2", "hidden_size": 3328, "intermediate_size": 26624,
+    "num_attention_heads": 26, "num_hidden_layers": 32, "num_key_value_heads": 26, "vocab_size": 150272,
+}  # fmt: skip
+"""Jais-2-8B."""
 HELIUM = {
     "architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": 128, "hidden_size": 2048,
     "intermediate_size": 8192, "max_position_embeddings": 4096, "num_attention_heads": 16, "num_hidden_layers": 28,
@@ -186,11 +191,12 @@ HUNYUAN = {
         (HELIUM, "HeliumForCausalLM", 1_892_796_416),
         (ARCEE, "ArceeForCausalLM", 4_619_184_640),
         (NEMOTRON, "NemotronForCausalLM", 4_190_509_056),
+        (JAIS, "Jais2ForCausalLM", 8_090_401_280),
         (STABLELM, "StableLmForCausalLM", 1_644_515_328),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
          "Hunyuan", "Starcoder2", "Command R7B", "Command R", "EXAONE-4", "Helium",
-         "Arcee", "Nemotron", "StableLM-2"],
+         "Arcee", "Nemotron", "Jais 2", "StableLM-2"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -54,6 +54,19 @@ LAYER_NORM = {
         },
         has_output_bias=True,
     ),
+    "Jais2ForCausalLM": Family(
+        "jais2",
+        _LAYER_NORMS | {
+            "vocab_size": 150272, "hidden_size": 3328, "intermediate_size": 26624, "num_attention_heads": 26,
+            "num_key_value_heads": None, "hidden_act": "relu2", "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True,
+        },
+        {
+            "normalization": "LayerNorm", "gated_linear_unit": False, "hidden_act": "relu2", "qkv_has_bias": True,
+            "attn_proj_has_bias": True, "mlp_has_bias": True,
+        },
+        has_output_bias=True,
+    ),
     "CohereForCausalLM": Family(
         "cohere", _COHERE | {"rope_theta": 500000.0, "use_qk_norm": False}, _COHERE_MODEL, has_output_bias=True
     ),
