@@ -360,6 +360,7 @@ def _derive_heads(facts: Resolved) -> None:
     """Sets the number of key-value heads and the head size as transformers derives them, if config.json lacks them."""
     settings = facts.section(_MODEL)
     if "kv_lora_rank" in settings:  # multi-head latent attention has other sizes
+        settings.pop("head_dim", None)
         return
     width = settings.get("hidden_size")
     heads = settings.get("num_heads")
