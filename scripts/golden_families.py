@@ -279,6 +279,19 @@ FAMILY_CASES = {
          "scaling factor": Removal({"routed_scaling_factor": 1.0})},
         salt="3",
     ),
+    "glm4_moe_lite": family(
+        "a sigmoid router with a bias, a dense first layer, latent queries; a tied head", "glm4_moe_lite",
+        FEW | {"num_hidden_layers": 2, "num_key_value_heads": 2, "q_lora_rank": 6, "kv_lora_rank": 10,
+               "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "n_routed_experts": 4,
+               "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 4, "intermediate_size": 8,
+               "routed_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse"], "rope_theta": 20.0},
+        {
+            "dense first layer": Removal({"mlp_layer_types": ["sparse"] * 2}),
+            "shared experts": Removal(neutral={"shared_experts.down_proj.weight": 0.0}),
+            "scaling factor": Removal({"routed_scaling_factor": 1.0}),
+            "correction bias": Removal(neutral={"e_score_correction_bias": 0.0}),
+        },
+    ),
     "dots1": family(
         "a window in one layer, norms on query and key, a sigmoid router with a bias, a dense first layer", "dots1",
         {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 12,

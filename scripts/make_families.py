@@ -33,7 +33,7 @@ KNOWN = (
     "phi3",
     "seed_oss", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense",
     "deepseek_v3", "deepseek_v2", "dots1", "starcoder2", "stablelm", "cohere", "cohere2", "exaone4", "helium", "arcee",
-    "nemotron", "jais2",
+    "nemotron", "jais2", "glm4_moe_lite",
 )  # fmt: skip
 TINY = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -64,6 +64,8 @@ def defaults(model_type: str) -> dict[str, Any]:
     kept = {key: value for key, value in found.items() if key not in base or base[key] != value}
     if "moe_layer_end_index" in kept:  # -1: the class counts the layers
         kept["moe_layer_end_index"] = CONFIG_MAPPING[model_type].moe_layer_end_index
+    if "mlp_layer_types" in kept:
+        kept["mlp_layer_types"] = None
     return {**kept, **rope, "layer_types": None, "model_type": model_type}
 
 

@@ -68,6 +68,7 @@ ELSEWHERE = {
     "model.settings.multi_query_attention",
     "model.settings.moe_config.decoder_sparse_step",
     "model.settings.moe_config.mlp_only_layers",
+    "model.settings.moe_config.mlp_layer_types",
     "model.settings.moe_config.output_router_logits",
     # trainer.config.read.model_folder reads the folder, whose values become those of other keys.
     "pretrained_model_dir",

@@ -157,6 +157,15 @@ HELIUM = {
     "num_key_value_heads": 8, "rope_theta": 20000.0, "tie_word_embeddings": True, "vocab_size": 64000,
 }  # fmt: skip
 """Helium-1-2B."""
+GLM_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "first_k_dense_replace": 1,
+    "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1,
+    "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+    "rope_theta": 1000000, "routed_scaling_factor": 1.8, "topk_group": 1, "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+"""GLM-4.7-Flash without its module for a further token, which transformers leaves out."""
 HUNYUAN = {
     "architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense", "attention_head_dim": 128,
     "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
@@ -192,11 +201,12 @@ HUNYUAN = {
         (ARCEE, "ArceeForCausalLM", 4_619_184_640),
         (NEMOTRON, "NemotronForCausalLM", 4_190_509_056),
         (JAIS, "Jais2ForCausalLM", 8_090_401_280),
+        (GLM_FLASH, "Glm4MoeLiteForCausalLM", 29_943_390_976),
         (STABLELM, "StableLmForCausalLM", 1_644_515_328),
     ],
     ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM", "OLMo-3", "OLMoE", "Gemma-2", "GraniteMoE", "ERNIE-4.5",
          "Hunyuan", "Starcoder2", "Command R7B", "Command R", "EXAONE-4", "Helium",
-         "Arcee", "Nemotron", "Jais 2", "StableLM-2"],
+         "Arcee", "Nemotron", "Jais 2", "GLM-4.7-Flash", "StableLM-2"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

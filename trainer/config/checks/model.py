@@ -335,6 +335,9 @@ def _sparse_layers(config: Config) -> Iterator[ConfigError]:
     if moe is None:
         return
     dense = moe.mlp_only_layers or []
+    if moe.mlp_layer_types is not None:
+        rule = f"must have one entry for each of the {layers} layers, and has {len(moe.mlp_layer_types)}"
+        yield problem(config, f"{_EXPERTS}.mlp_layer_types", rule, "give that many, or leave it out", value="...")
     outside = [layer for layer in dense if not 0 <= layer < layers]
     if outside:
         rule = f"there is no such layer: they are 0 to {layers - 1}"

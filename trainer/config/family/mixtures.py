@@ -243,4 +243,24 @@ MIXTURES = {
                 "vocab_size": 102400, "init_method_std": 0.01, "pad_token_id": 0}),
         ),
     ),
+    "Glm4MoeLiteForCausalLM": Family(
+        "glm4_moe_lite",
+        ALL | {
+            "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47,
+            "num_attention_heads": 20, "num_key_value_heads": 20, "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5, "attention_bias": False, "q_lora_rank": 768, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "rope_interleave": True,
+            "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+            "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
+            "output_router_logits": False, "mlp_layer_types": None,
+        },
+        {"multi_latent_attention": True, "rope_interleave": True}, SIGMOID_ROUTER | {"first_k_dense_replace": 1},
+        written={
+            "n_shared_experts": lambda settings: max(shared_experts(settings), 1),  # never without, as DeepSeek-V3
+            "mlp_layer_types": lambda settings: [
+                ("dense", "sparse")[settings.is_moe_layer(layer)] for layer in range(settings.num_layers)
+            ],
+        },
+        has_output_bias=True,
+    ),
 }  # fmt: skip

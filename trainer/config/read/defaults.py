@@ -209,7 +209,7 @@ def _family_experts(resolved: Resolved, family: Family, because: str) -> None:
     for name, value in family.experts.items():
         equivalent = {
             "scoring_func": "use_gating_sigmoid", "aux_loss_factor": "router_aux_loss_coef",
-            "topk_method": "balance_via_topk_bias",
+            "topk_method": "balance_via_topk_bias", "first_k_dense_replace": "mlp_layer_types",
         }.get(name)  # fmt: skip
         if equivalent not in experts:
             _set_default(resolved, f"{_EXPERTS}.{name}", value, because)
@@ -519,9 +519,14 @@ def _from_grouped_schedule(resolved: Resolved) -> None:
 
 
 def _from_sparse_layers(resolved: Resolved) -> None:
-    """Sets moe_layer_freq from Qwen3-MoE's ``decoder_sparse_step`` and ``mlp_only_layers``."""
+    """Sets moe_layer_freq from ``mlp_layer_types``, or Qwen3-MoE's ``decoder_sparse_step`` and ``mlp_only_layers``."""
     experts = resolved.section(_EXPERTS)
     layers = resolved.section(_MODEL).get("num_layers")
+    types = experts.get("mlp_layer_types")
+    if isinstance(types, list) and len(types) == layers and {"dense", "sparse"}.issuperset(map(str, types)):
+        del experts["mlp_layer_types"]
+        frequency = [int(kind == "sparse") for kind in types]
+        _set_default(resolved, f"{_EXPERTS}.moe_layer_freq", frequency, f"{_EXPERTS}.mlp_layer_types")
     step = experts.get("decoder_sparse_step", 1)
     dense = experts.get("mlp_only_layers")
     if not isinstance(step, int) or step < 1 or not isinstance(layers, int) or not isinstance(dense, list | None):

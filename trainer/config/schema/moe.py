@@ -70,6 +70,8 @@ class MoEConfig(Section):
     decoder_sparse_step: int = setting(
         1, "Qwen3-MoE: of every N layers the last one has experts. Default 1: moe_layer_freq decides.", ge=1, le=LAYERS,
         aliases="moe_layer_interval")
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = setting(
+        None, "GLM-4.7-Flash: for each layer sparse if it has experts, else dense. Default null: other keys decide.")
     mlp_only_layers: list[Layer] | None = setting(
         None, "Qwen3-MoE: layers that stay dense, counted from 0. Default null: moe_layer_freq decides.")
     n_group: int | None = setting(
