@@ -243,3 +243,21 @@ def test_a_record_is_in_the_first_file_that_it_fits() -> None:
         files = (ELSEWHERE, MIXTURES, LAYER_NORM, DENSE)
         assert [name in file for file in files].index(True) == fits.index(True), name
     assert len(FAMILIES) == sum(map(len, (ELSEWHERE, MIXTURES, LAYER_NORM, DENSE)))
+
+
+def test_mlp_layer_types_say_which_layers_have_experts() -> None:
+    keys = (
+        "q_lora_rank: 12, kv_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 8, v_head_dim: 8,"
+        " moe_config: {expert_num: 8, num_experts_chosen: 2, moe_intermediate_size: 8"
+    )
+    kind = "Glm4MoeLiteForCausalLM"
+    assert load(family(kind, f"{keys}}}")).decoder.moe_layers == (1, 2, 3)
+    types = "mlp_layer_types: [sparse, dense, dense, sparse]"
+    assert load(family(kind, f"{keys}, {types}}}")).decoder.moe_layers == (0, 3)
+    message = error_of(family(kind, f"{keys}, mlp_layer_types: [dense, sparse]}}"))
+    assert "mlp_layer_types" in message and "must have one entry for each of the 4 layers, and has 2" in message
+
+
+def test_rotary_positions_of_exaone_depend_on_its_window() -> None:
+    assert load(family("Exaone4ForCausalLM")).decoder.unrotated_layers == ()
+    assert load(family("Exaone4ForCausalLM", "sliding_window: 8")).decoder.unrotated_layers == (3,)
