@@ -254,6 +254,12 @@ def test_a_model_folder_that_is_elsewhere_leaves_the_sizes_open():
     assert "there is no such folder" in here
 
 
+def test_latent_attention_of_a_model_that_is_elsewhere_has_the_released_sizes():
+    text = TEMPLATE.replace("offset: 0", "multi_latent_attention: True")
+    decoder = parse_config("a.yaml", text, (), []).decoder
+    assert (decoder.num_layers, decoder.hidden_size, decoder.experts.expert_num) == (61, 7168, 256)
+
+
 def test_a_template_without_a_model_is_planned_as_far_as_it_goes():
     template = TEMPLATE.replace('pretrained_model_dir: "/path/to/model"\n', "")
     template = template.replace('{data_loader: {type: JsonlDataset, dataset_dir: ""}}', "{data_loader: }")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from trainer.config.checks.parallel import SEMI_AUTO
@@ -277,10 +278,11 @@ def _note_latent_differences(resolved: Resolved, place: str, known: SourceClass)
 def _released_sizes(resolved: Resolved, family: Family) -> None:
     """Sets sizes that a file with multi-head latent attention leaves out to those of the family's released model.
 
-    A model folder has all sizes; a null among them is a value.
+    A model folder has all sizes; a null among them is a value. One that is elsewhere has given none.
     """
     settings = resolved.section(_MODEL)
-    if resolved.data.get("pretrained_model_dir"):
+    folder = resolved.data.get("pretrained_model_dir")
+    if isinstance(folder, str) and Path(folder).expanduser().is_dir():
         return
     if settings.get("multi_latent_attention") is not True or "multi_latent_attention" not in family.model:
         return
