@@ -123,6 +123,14 @@ def test_the_hook_tries_what_differs_from_head(repository: Path):
     git(repository, "add", "-A")
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout.startswith("INVALID same/run.yaml"), done.stderr
+    git(repository, "reset", "-q", "--hard")
+    config = repository / "same" / "run.yaml"
+    config.write_text(config.read_text().replace("num_layers: 2", "num_layers: 1"))
+    git(repository, "add", "-A")
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("PASS    same/run.yaml"), done.stderr
+    assert (repository / "output" / "smoke").is_dir()
+    assert "output" not in git(repository, "status", "--porcelain"), "the next commit does not get what it wrote"
 
 
 def test_several_files_and_a_folder_have_one_list_and_the_code_of_the_worst(repository: Path, tmp_path: Path):

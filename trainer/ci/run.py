@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -61,6 +62,7 @@ def smoke_files(
         folder: Each file gets a folder in it.
         ranks: Processes of each.
     """
+    _hide_from_git(folder)
     jobs = jobs_at_a_time(len(files), ranks, available_memory_bytes(), len(os.sched_getaffinity(0)))
     waiting = list(files)
     running: list[_Running] = []
@@ -83,6 +85,15 @@ def smoke_files(
             each.process.send_signal(signal.SIGTERM)
             kill_group(each.process.pid)
     return [outcomes[file.path] for file in files]
+
+
+def _hide_from_git(folder: Path) -> None:
+    """Makes the folder, if it is not there, so that git ignores it: the next commit would try its files, too."""
+    if folder.exists():
+        return
+    with contextlib.suppress(OSError):  # the outcome of each file tells it
+        folder.mkdir(parents=True)
+        (folder / ".gitignore").write_text("*\n", encoding="ascii")
 
 
 def jobs_at_a_time(files: int, ranks: int, memory_bytes: int, cores: int) -> int:
