@@ -51,7 +51,7 @@ def stored_operands(
     end = 0
     for name, size in sizes.items():
         numbers, dtype = stored[name]
-        flat = memory[end : end + size].view(dtype)[: numbers.size]
+        flat: np.ndarray = memory[end : end + size].view(dtype)[: numbers.size]
         end += size
         decompress(numbers, flat)
         operands[name] = flat.reshape(numbers.shape)

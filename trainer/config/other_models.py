@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
+
 from trainer.config.schema.model import ModelConfig
 
 _HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]

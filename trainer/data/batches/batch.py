@@ -6,7 +6,7 @@ Shape legend: B sequences of a micro-batch, T tokens of a sequence (``model_conf
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -120,7 +120,7 @@ def concatenate(first: Batches, second: Batches) -> Batches:
     return type(first)(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))
 
 
-def select_documents(batch: AnyBatch, place: int) -> PairBatch:
+def select_documents(batch: Batches, place: int) -> Batches:
     """Returns a batch with one document of each pair, the first (0) or the second one (1), in shorter sequences.
 
     Documents keep their numbers. Padding has the next number.
@@ -142,7 +142,7 @@ def select_documents(batch: AnyBatch, place: int) -> PairBatch:
     selection.labels[is_padding_BT] = IGNORE_INDEX
     selection.segment_ids[is_padding_BT] = documents
     selection.values[is_padding_BT] = 0
-    return selection
+    return cast("Batches", selection)
 
 
 def document_positions(tokens_BT: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
