@@ -44,7 +44,9 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers without rotary": ("family_smollm3", {"target_modules": ["q_proj", "down_proj"]}, "q_proj|down_proj"),
     "no gate": ("family_starcoder2", {"target_modules": ["q_proj", "c_fc", "c_proj"]}, "q_proj|c_fc|c_proj"),
     "side by side": ("family_cohere2", {"target_modules": ["k_proj", "up_proj", "o_proj"]}, "k_proj|up_proj|o_proj"),
-    "no gate, ReLU squared": ("family_arcee", {"target_modules": ["k_proj", "up_proj", "down_proj"]}, "k_proj|up_proj|down_proj"),
+    "ReLU squared": (
+        "family_arcee", {"target_modules": ["k_proj", "up_proj", "down_proj"]}, "k_proj|up_proj|down_proj",
+    ),
     "all matrices": ("model_llama", {"target_modules": "all-linear"}, ".*_proj"),
     "biases": ("model_qwen2", {"target_modules": ["k_proj", "up_proj"]}, "k_proj|up_proj"),
     "experts": ("experts_qwen3_moe", {"target_modules": ["q_proj", "k_proj"]}, "q_proj|k_proj"),

@@ -44,7 +44,8 @@ ROOMS = (
         "trainer.dryrun.cann_stubs",
     ),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process", "trainer.parallel.layout"),
-    ("trainer.plan.division", "trainer.plan.device.model_facts"),
+    ("trainer.plan.division",),
+    ("trainer.plan.device.model_facts",),
     ("trainer.plan.activations", "trainer.plan.device"),
     ("trainer.plan.memory", "trainer.plan.experts"),
     ("trainer.plan.flops",),
@@ -89,7 +90,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_FILES_IN_A_FOLDER = 14
 FILES_THAT_NAME = {
-    "multi_latent_attention": 5, "pet_config": 10, "mtp_depth": 10, "use_qk_norm": 4, "post_self_attn_layernorm": 3,
+    "multi_latent_attention": 6, "pet_config": 10, "mtp_depth": 10, "use_qk_norm": 4, "post_self_attn_layernorm": 3,
 }  # fmt: skip
 """Keys of the model -> files that may name them, beside the records of families; the others read `trainer.models.spec`,
 which is made from them."""

@@ -188,7 +188,7 @@ def check_command(words: list[str]) -> None:
                 (Path(folder) / title.removeprefix("# ")).write_text(text, encoding="utf-8")
             shown = Path(folder) / file
             config = load_config(str(shown if shown.is_file() else REPOSITORY / file), arguments.overrides)
-        if name == "plan" and "--ranks" in arguments.rest and "--dryrun" not in arguments.rest:
+        if name == "plan" and "--ranks" in arguments.rest and not {"--dryrun", "--search"} & set(arguments.rest):
             plan_file(config, world_of(int(arguments.rest[arguments.rest.index("--ranks") + 1])), [])
 
 

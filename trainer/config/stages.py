@@ -7,8 +7,14 @@ from typing import Any
 
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.root import Config
-from trainer.parallel.schedule import Schedule, gpipe, one_forward_one_backward
-from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES, sequence_pipeline, turn_size
+from trainer.parallel.schedule import (
+    SEQUENCE_PIPELINES,
+    Schedule,
+    gpipe,
+    one_forward_one_backward,
+    sequence_pipeline,
+    turn_size,
+)
 
 _KEY = "model.model_config.offset"
 

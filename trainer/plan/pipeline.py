@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers, training_schedule
 from trainer.errors import UserError
-from trainer.parallel.schedule import Action, Cost, Schedule, Timeline, max_in_flight, simulate
-from trainer.parallel.sequence_pipeline import keys_of_slice
+from trainer.parallel.schedule import Action, Cost, Schedule, Timeline, keys_of_slice, max_in_flight, simulate
 from trainer.plan.flops import Operator, Products, decoder_products
 
 if TYPE_CHECKING:

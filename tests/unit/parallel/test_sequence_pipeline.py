@@ -10,15 +10,17 @@ from tolerances import FLOAT64_SUMS
 
 from trainer.config import Config, parse_config
 from trainer.parallel.schedule import (
+    SEQUENCE_PIPELINES,
     Action,
     Cost,
     Deadlock,
     Schedule,
     max_in_flight,
+    never_waits_for_ever,
     one_forward_one_backward,
+    sequence_pipeline,
     simulate,
 )
-from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES, never_waits_for_ever, sequence_pipeline
 from trainer.plan.pipeline import _action_costs, _chunk_costs, pipeline_plan
 
 SIZES = [

@@ -136,8 +136,8 @@ def select_documents(batch: Batches, place: int) -> Batches:
     longest = int(selected_BT.sum(1).max())
     width = min(length, max(1, -(-longest // _WIDTH)) * _WIDTH)
     order_BT = np.argsort(~selected_BT, axis=1, kind="stable")[:, :width]
-    arrays = [np.take_along_axis(array, order_BT, 1) for array in batch[:-1]]
-    selection = PairBatch(*arrays, batch.reference)
+    arrays = {name: np.take_along_axis(getattr(batch, name), order_BT, 1) for name in PairBatch._fields[:-1]}
+    selection = PairBatch(**arrays, reference=batch.reference)
     is_padding_BT = ~np.take_along_axis(selected_BT, order_BT, 1)
     selection.labels[is_padding_BT] = IGNORE_INDEX
     selection.segment_ids[is_padding_BT] = documents

@@ -18,7 +18,7 @@ sequences, and of their gradients, and each slice under way keeps keys and value
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.parallel import zero_level
@@ -90,15 +90,9 @@ def number_width(half: bool) -> int:
 
 
 def graph_memory(
-    config: Config,
-    degrees: Degrees,
-    facts: ModelFacts,
-    stage: int,
-    half: bool,
-    matrices: GraphMatrices,
-    shares: bool,
-    adds_up: bool,
-) -> GraphMemory:
+    config: Config, degrees: Degrees, facts: ModelFacts, stage: int, half: bool, matrices: GraphMatrices,
+    shares: bool, adds_up: bool,
+) -> GraphMemory:  # fmt: skip
     """Returns the memory of a rank of a pipeline stage in a training.
 
     Args:
@@ -117,9 +111,7 @@ def graph_memory(
     mask = config.runner_config.batch_size * settings.seq_length**2 // slices
     if not is_flash(settings, half):
         mask *= _FLOAT32_BYTES
-    caches = _CacheBytes(0, 0, 0)
-    if slices > 1:
-        caches = _cache_bytes(settings, tokens, slices, width, share)
+    caches = _cache_bytes(settings, tokens, slices, width, share)
     copy_width = 0
     if half or shares:
         copy_width = width
@@ -135,9 +127,7 @@ def graph_memory(
         kept.append(mask + caches.of_pass)
         receives = stage > 0 or number > 0
         for layer in layers:
-            part = again[layer]
-            if degrees.pipeline_stage > 1 and slices == 1 and part == "mlp" and not settings.is_moe_layer(layer):
-                part = ""  # MindSpore 2.10 keeps all of it where the operators of a run are marked, not its cells
+            part = _remade_part(config, degrees, again[layer], layer)
             gathers = layer in gathering
             kind = ("sublayers", settings.is_moe_layer(layer), gathers, share, rows_shared)
             sublayers = facts.once(kind, lambda: _layer_sublayers(config, layer, gathers, half, share))  # noqa: B023
@@ -150,31 +140,22 @@ def graph_memory(
             layer_copies = {name: size * copy_width // _FLOAT32_BYTES for name, size in of_layer.items()}
             copies[-1] += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
             if keeps_gathered or "mlp" not in remade:
-                gathered = matrices.gathered[layer] * copy_width // _FLOAT32_BYTES
-                copies[-1] -= gathered
-                copied_once += gathered
+                copies[-1] -= matrices.gathered[layer] * copy_width // _FLOAT32_BYTES
+                copied_once += matrices.gathered[layer] * copy_width // _FLOAT32_BYTES
             inside = sum(sublayers[name].saved for name in remade)
             gradients = sublayers["mlp"].backward - sublayers["mlp"].inside
             stream = sublayers["attention"].stream + width * settings.hidden_size
-            if keeps_gathered:
-                transient = 0
-            else:
+            transient = 0
+            if not keeps_gathered:
                 transient = max((layer_copies[name] for name in remade), default=0)
             if part == "block" and shares and not adds_up:
-                # Gradients that wait to be reduced, in half precision and in float32, beside what is gathered.
-                layer_bytes = sum(of_layer.values())
-                if half:
-                    transient += layer_bytes * 5 // 2
-                else:
-                    transient += layer_bytes * 2
+                transient += _waiting_gradients(sum(of_layer.values()), half)
             working = max(working, tokens * (inside + gradients + stream) + transient)
     if half and is_last:
         copies[-1] += matrices.ends.get(HEAD, matrices.ends.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
     losses = 0  # what the loss of each other pass under way keeps
     if is_last:
-        vocabulary = settings.vocab_size
-        if vocabulary % share == 0:
-            vocabulary //= share
+        vocabulary = _local_vocabulary(settings, share)
         logits = vocabulary * (_LOGIT_BYTES + modules * _LOSS_BYTES)
         working = max(working, tokens * (logits + settings.hidden_size * (_FLOAT32_BYTES + width)))
         losses = tokens * vocabulary * _LOSS_BYTES * (1 + modules)
@@ -184,17 +165,48 @@ def graph_memory(
         working = max(working, matrices.ends[EMBEDDING] + rows)
     tables = 2 * max(settings.seq_length, settings.max_positions) * settings.rotary_size * _FLOAT32_BYTES
     causal = settings.seq_length**2 * len(chunks)
-    moments = []
-    for counts, _ in stage_passes(config, degrees, facts, stage):
-        copied = sum(copies)
-        if not keeps_gathered:
-            copied = sum(one * passes for one, passes in zip(copies, counts, strict=True))
-        copied += copied_once
-        at_once = sum(one * passes for one, passes in zip(kept, counts, strict=True))
-        moments.append((copied, at_once + losses * max(counts[-1] - 1, 0)))
+    moments = [
+        (
+            copied_once + _copied(copies, counts, keeps_gathered),
+            sum(one * passes for one, passes in zip(kept, counts, strict=True)) + losses * max(counts[-1] - 1, 0),
+        )
+        for counts, _ in stage_passes(config, degrees, facts, stage)
+    ]
     copied, at_once = max(moments, key=sum)
     at_once += caches.of_layer * sum(map(len, chunks))
     return GraphMemory(copied, tables + causal, at_once + working)
+
+
+def _local_vocabulary(settings: ModelConfig, share: int) -> int:
+    """Returns how many tokens of the vocabulary a rank has logits for."""
+    if settings.vocab_size % share:
+        return settings.vocab_size
+    return settings.vocab_size // share
+
+
+def _remade_part(config: Config, degrees: Degrees, part: str, layer: int) -> str:
+    """Returns the part of a layer that is recomputed; MindSpore 2.10 keeps all of a dense feed-forward sublayer where
+    the operators of a run are marked, not its cells."""
+    keeps_mlp = degrees.pipeline_stage > 1 and config.parallel.pipeline_config.slices == 1
+    if part == "mlp" and keeps_mlp and not config.decoder.is_moe_layer(layer):
+        return ""
+    return part
+
+
+def _waiting_gradients(layer_bytes: int, half: bool) -> int:
+    """Returns the bytes of gradients that wait to be reduced, in half precision and in float32, beside what is
+    gathered.
+    """
+    if half:
+        return layer_bytes * 5 // 2
+    return layer_bytes * 2
+
+
+def _copied(copies: Sequence[int], counts: Sequence[int], keeps_gathered: bool) -> int:
+    """Returns the bytes of copies by chunk; each of `counts` passes under way has some unless the rank keeps them."""
+    if keeps_gathered:
+        return sum(copies)
+    return sum(one * passes for one, passes in zip(copies, counts, strict=True))
 
 
 class _CacheBytes(NamedTuple):
@@ -213,6 +225,8 @@ class _CacheBytes(NamedTuple):
 
 def _cache_bytes(settings: ModelConfig, tokens: int, slices: int, width: int, share: int) -> _CacheBytes:
     """Returns the bytes for keys and values of sequences of which a pass has `tokens`, one of `slices`."""
+    if slices == 1:
+        return _CacheBytes(0, 0, 0)
     spec = attention_spec(settings)
     keys = spec.kv_heads * spec.head_size * width // share
     both = spec.kv_heads * (spec.head_size + spec.value_size) * width // share

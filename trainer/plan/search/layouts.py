@@ -11,7 +11,7 @@ from trainer.config.checks.parallel import micro_batches_per_step, parallel_degr
 from trainer.config.recompute import SUBLAYERS
 from trainer.config.stages import chunk_sizes, offset_rows
 from trainer.parallel.mesh import Degrees, divisors
-from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES
+from trainer.parallel.schedule import SEQUENCE_PIPELINES
 
 if TYPE_CHECKING:
     from trainer.config import Config

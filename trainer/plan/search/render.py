@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.read.dump import flatten, plain_values, value_text
-from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES
+from trainer.parallel.schedule import SEQUENCE_PIPELINES
 from trainer.plan.search.alternatives import lost_alternatives
 from trainer.plan.search.layouts import SCHEDULE
 from trainer.plan.search.search import memory_text, shown_candidates

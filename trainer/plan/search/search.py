@@ -15,7 +15,7 @@ from trainer.config.checks.parallel import runs_semi_auto
 from trainer.config.checks.problem import raise_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.errors import UserError
-from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES, never_waits_for_ever
+from trainer.parallel.schedule import SEQUENCE_PIPELINES, never_waits_for_ever
 from trainer.plan.flops import decoder_products
 from trainer.plan.memory import decoder_facts, memory_estimate
 from trainer.plan.pipeline import pipeline_plan

@@ -22,8 +22,14 @@ from trainer.models.spec.names import layer_prefix
 from trainer.ops.precision import resolve_precision
 from trainer.parallel.layout import ModelLayout, end_stages, parameter_layout
 from trainer.parallel.mesh import Degrees, MeshCoordinate
-from trainer.parallel.schedule import Action, Cost, one_forward_one_backward, simulate
-from trainer.parallel.sequence_pipeline import SEQUENCE_PIPELINES, keys_of_slice
+from trainer.parallel.schedule import (
+    SEQUENCE_PIPELINES,
+    Action,
+    Cost,
+    keys_of_slice,
+    one_forward_one_backward,
+    simulate,
+)
 from trainer.parallel.sharding import bytes_sent
 from trainer.plan.device.layers import kept_of_layer
 from trainer.plan.division import fullest_rank, micro_batch_tokens, rank_groups
