@@ -64,7 +64,7 @@ def computed(
 ) -> list[np.ndarray]:
     """Returns the output of the experts, and the gradients of tokens, gates and weights."""
     settings = SimpleNamespace(experts=SimpleNamespace(expert_num=EXPERTS, num_experts_chosen=CHOSEN))
-    cells = SimpleNamespace(grouped_matmul=GroupedMatmul, swiglu=plain.SwiGLU)
+    cells = SimpleNamespace(grouped_matmul=GroupedMatmul, gated=lambda activation: plain.SwiGLU())
     layer = experts.RoutedExperts(settings, cells, experts.ExpertRanks(ranks, 1, ranks, "all", TOKENS))
     chosen, grad = Tensor(chosen), Tensor(grad)
 
