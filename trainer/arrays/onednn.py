@@ -340,13 +340,17 @@ def _conflicts(a: np.ndarray, way_a: bytes, step_a: int, b: np.ndarray, way_b: b
     return step_b % _CONFLICT == 0 or (way_a == b"T" and step_a % _CONFLICT == 0)
 
 
+DATA = object.__basicsize__
+"""Where an array's object has the address of its first number, in bytes from the object."""
+
+
 def address(array: np.ndarray) -> int:
     """Returns the address of the first number of an array.
 
     It is the first field of numpy/ndarraytypes.h's PyArrayObject_fields, behind the header of all Python objects.
     NumPy's attributes for it take five times as long, as long as a small product.
     """
-    return ctypes.c_void_p.from_address(id(array) + object.__basicsize__).value or 0
+    return ctypes.c_void_p.from_address(id(array) + DATA).value or 0
 
 
 def _fixed_blocks(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.numpy_operators import BFLOAT16, AdamWNumbers
-from trainer.arrays.onednn import OneDnnOperators, address
+from trainer.arrays.onednn import DATA, OneDnnOperators, address
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import Activation
@@ -139,7 +139,7 @@ class CompiledOperators(OneDnnOperators):
         row, size = x.strides
         weight_row, weight_size = weight.strides
         out_row, out_size = out.strides
-        # This is called seven times a layer and token, and `_has_dense_rows` takes as long as a small product.
+        # This is called seven times a layer and token: `_has_dense_rows` and `address` take as long as a small product.
         is_wide = self.shares(x) and weight.dtype == out.dtype == np.float32
         if not is_wide or not size == weight_size == out_size == 4:
             super().few_rows_product(x, weight, out, accumulate, threads)
@@ -147,7 +147,7 @@ class CompiledOperators(OneDnnOperators):
         sizes = np.array(
             [*x.shape, len(weight), row // 4, weight_row // 4, out_row // 4, accumulate, threads], np.int64
         )
-        self.compiled.few_rows_product(address(x), address(weight), address(out), address(sizes))
+        self.compiled.few_rows_product(id(x) + DATA, id(weight) + DATA, id(out) + DATA, id(sizes) + DATA)
 
     def attend(
         self, q: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray | None, cap: float | None,

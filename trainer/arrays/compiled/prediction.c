@@ -213,12 +213,12 @@ static void multiply(const void *arguments, long first, long end, int member) {
 
 #define SHARED_NUMBERS 8192 /* of a weight that a thread takes at once */
 
-/* out = x weight^T, or is added to, for few rows of x. */
-EXPORT void few_rows_product(const float *x, const float *weight, float *out, const ProductSizes *sizes) {
-    Product product = {x, weight, out, *sizes};
-    long quads = (sizes->columns + 3) / 4;
-    long chunk = SHARED_NUMBERS / (4 * sizes->inner) + 1;
-    share(multiply, &product, quads, chunk, (int)sizes->threads);
+/* out = x weight^T, or is added to, for few rows of x. Takes the places of the addresses, where NumPy has them. */
+EXPORT void few_rows_product(const float **x, const float **weight, float **out, const ProductSizes **sizes) {
+    Product product = {*x, *weight, *out, **sizes};
+    long quads = (product.n.columns + 3) / 4;
+    long chunk = SHARED_NUMBERS / (4 * product.n.inner) + 1;
+    share(multiply, &product, quads, chunk, (int)product.n.threads);
 }
 
 /* Sizes of `attend`: of its arrays, and the distances of sequences, heads and positions, in numbers. */
