@@ -66,7 +66,7 @@ BASE_DTYPE_PEAKS = {"bfloat16": 3.0e9, "int8": 2.3e9, "nf4": 2.0e9}
 VOCABULARY_PEAK_BEFORE = 2_268e6
 """Peak memory of the model with _VOCABULARY when its layers were compiled blocks, and all logits were there at once."""
 _LORA_QWEN3 = LORA | QWEN3
-_LARGE_MEMORY = 12 << 30  # bytes, more than full training of QWEN3 takes
+_LARGE_MEMORY = 16 << 30  # bytes, more than full training of QWEN3 takes
 _ROWS = 1, 8  # sequences that are generated together
 
 
