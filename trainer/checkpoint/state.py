@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -277,6 +278,17 @@ def _resume_folder(config: Config) -> Path:
     return Path(path or Path(config.output_dir) / "checkpoints").expanduser()
 
 
+@contextmanager
+def errors_at_key(config: Config) -> Iterator[None]:
+    """Gives errors without a place that of `resume_training` in the configuration."""
+    try:
+        yield
+    except UserError as error:
+        if error.where:
+            raise
+        raise error.with_location(config.source.where(_KEY), _KEY) from error
+
+
 def read_resumed_checkpoint(
     path: Path,
     config: Config,
@@ -294,10 +306,8 @@ def read_resumed_checkpoint(
     Raises:
         UserError: It is incomplete or damaged, or does not fit the model, the optimizer or the data.
     """
-    try:
+    with errors_at_key(config):
         return _resumed(read_checkpoint(path, world=world), config, layout, parts, world)
-    except UserError as error:
-        raise (error if error.where else error.with_location(config.source.where(_KEY), _KEY)) from error
 
 
 def _resumed(

@@ -267,8 +267,7 @@ class TrainStep:
             self.max_logits.start()
         if self.has_labels:
             self.divergence = self._global_divergence(micro_batches)
-            answers: list[Any] = [select_documents(batch, 0) for batch in micro_batches]
-            micro_batches = answers
+            micro_batches = [select_documents(batch, 0) for batch in micro_batches]
         run_pipeline = None
         if self.pipeline is not None:
             run_pipeline = partial(self.run_pipeline, self.pipeline, micro_batches)
@@ -347,8 +346,7 @@ class TrainStep:
         for number, batch in enumerate(micro_batches):
             if not self.count_items(batch):
                 continue
-            others: Any = select_documents(batch, 1)
-            call = self.decoder_call(others, number)._replace(statistics=None)
+            call = self.decoder_call(select_documents(batch, 1), number)._replace(statistics=None)
             self.model(*call)
             pairs = call.inputs.pairs
             assert pairs is not None and pairs.labelled is not None

@@ -233,24 +233,6 @@ typedef struct {
     AttendSizes n;
 } Attention;
 
-/* q k^T for four keys, of which the last ones may be missing. */
-INLINE void score_four(const float *q, const float *keys, float *scores, long step, long size, int count) {
-    V sums[4] = {{0}};
-    const float *key[4];
-    for (int k = 0; k < 4; k++) key[k] = keys + (k < count ? k : 0) * step;
-    long i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        V numbers = load(q + i);
-        for (int k = 0; k < 4; k++) sums[k] += numbers * load(key[k] + i);
-    }
-    if (i < size) {
-        V numbers = load_end(q + i, size - i);
-        for (int k = 0; k < 4; k++) sums[k] += numbers * load_end(key[k] + i, size - i);
-    }
-    Four four = sum_four(sums[0], sums[1], sums[2], sums[3]);
-    for (int k = 0; k < count; k++) scores[k] = four[k];
-}
-
 /* The sums of the values' columns, weighted by the scores: those of even and of odd positions apart. */
 INLINE void weigh(const float *values, const float *scores, float *out, long cached, long step, int vectors) {
     V even[4] = {{0}}, odd[4] = {{0}};
@@ -274,9 +256,9 @@ static void attend_row(const Attention *a, long row, float *scores) {
     const float *key = a->keys + sequence * n->key_sequence + head * n->key_head;
     const float *value = a->values + sequence * n->value_sequence + head * n->value_head;
     float *out = a->out + row * n->value_size;
-    long i = 0;
-    for (; i + 4 <= n->cached; i += 4) score_four(q, key + i * n->key, scores + i, n->key, n->size, 4);
-    if (i < n->cached) score_four(q, key + i * n->key, scores + i, n->key, n->size, (int)(n->cached - i));
+    Product product = {q, key, scores, {1, n->size, n->cached, n->size, n->key, n->cached, 0, 1}};
+    multiply(&product, 0, (n->cached + 3) / 4, 0);
+    long i;
     if (a->mask) {
         const float *added = a->mask + sequence * n->mask_sequence + row % n->rows * n->mask_row;
         for (i = 0; i < n->cached; i++) scores[i] += added[i];

@@ -13,6 +13,7 @@ from trainer.checkpoint.mindformers.training import Counters, open_moments, open
 from trainer.checkpoint.state import (
     Position,
     ResumedCheckpoint,
+    errors_at_key,
     finite_arrays,
     optimizer_shapes,
     read_resumed_checkpoint,
@@ -43,13 +44,8 @@ def read_training(
     source = find_source(path)
     if source is None:
         return read_resumed_checkpoint(path, config, layout, parts, world)
-    where = config.source.where(_KEY)
-    try:
-        return _taken_over(source, config, layout, parts, world, where)
-    except UserError as error:
-        if error.where:
-            raise
-        raise error.with_location(where, _KEY) from error
+    with errors_at_key(config):
+        return _taken_over(source, config, layout, parts, world, config.source.where(_KEY))
 
 
 def _taken_over(
