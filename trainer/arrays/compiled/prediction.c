@@ -256,9 +256,10 @@ static void attend_row(const Attention *a, long row, float *scores) {
     const float *key = a->keys + sequence * n->key_sequence + head * n->key_head;
     const float *value = a->values + sequence * n->value_sequence + head * n->value_head;
     float *out = a->out + row * n->value_size;
-    Product product = {q, key, scores, {1, n->size, n->cached, n->size, n->key, n->cached, 0, 1}};
-    multiply(&product, 0, (n->cached + 3) / 4, 0);
-    long i;
+    const ProductSizes product = {1, n->size, n->cached, n->size, n->key, n->cached, 0, 1};
+    long i = 0;
+    for (; i + 4 <= n->cached; i += 4) block(q, key + i * n->key, scores + i, &product, 1, 4);
+    if (i < n->cached) block(q, key + i * n->key, scores + i, &product, 1, (int)(n->cached - i));
     if (a->mask) {
         const float *added = a->mask + sequence * n->mask_sequence + row % n->rows * n->mask_row;
         for (i = 0; i < n->cached; i++) scores[i] += added[i];
