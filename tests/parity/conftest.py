@@ -22,7 +22,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     shorter last one."""
     for module, name, value in (
         (tiles, "ROWS", 4), (blocks, "_SCORES", 1), (positions, "_QUERIES", 3), (positions, "_KEYS", 2),
-        (saved, "_LOGITS", 1), (saved, "_FEWEST_ROWS", 4), (head, "_INPUT_GRADIENT_ROWS", 4), (head, "_COLUMNS", 4),
+        (saved, "_LOGITS", 1), (saved, "_FEWEST_ROWS", 4), (head, "_INPUT_GRADIENT_BLOCK", 4), (head, "_COLUMNS", 4),
         (head, "_ROWS", 3),
         (experts, "_MOST_ROWS", 4), (memory, "MOST_MOVED", 3),
     ):  # fmt: skip

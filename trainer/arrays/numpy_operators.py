@@ -166,6 +166,24 @@ class NumpyOperators:
         self._activation_gradient(gate, up, gate, activation)
         np.multiply(grad, work, out=up)
 
+    def weighted_gated_gradient(
+        self, gate: np.ndarray, up: np.ndarray, grad: np.ndarray, result: np.ndarray, work: np.ndarray,
+        weight: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Does what `gated_gradient` does for silu(gate) * up * weight, with a weight for each row, [n].
+
+        `result` receives silu(gate) * up * weight. Returns the gradients of the weights, [n]. All are contiguous.
+        """
+        self.gated_gradient(gate, up, grad, result, work)
+        weight_grad = np.einsum("rf,rf->r", result, grad)
+        for array in (result, gate, up):
+            array *= weight[:, None]
+        return weight_grad
+
+    def add_to_blocks(self, x: np.ndarray, added: np.ndarray) -> None:
+        """Adds a contiguous matrix [n, m] to each matrix of x [P, n, m], whose rows are dense."""
+        x += added
+
     def shares(self, x: np.ndarray) -> bool:
         """Whether `few_rows_product` and an `attend` without a cap use several threads for so few rows [..., n, I]."""
         return False

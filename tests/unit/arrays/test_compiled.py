@@ -106,6 +106,33 @@ def _activation(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 @EACH
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_factor_of_each_row_multiplies_gradients_and_has_one(run: NumpyOperators, shape: tuple[int, int]) -> None:
+    gate, up, grad = numbers(*shape), numbers(*shape), numbers(*shape)
+    weight = numbers(shape[0])
+    plain = [gate.copy(), up.copy(), np.empty(shape, np.float32)]
+    run.gated_gradient(plain[0], plain[1], grad, plain[2], np.empty(shape, np.float32))
+    result = np.empty(shape, np.float32)
+    weight_grad = run.weighted_gated_gradient(gate, up, grad, result, np.empty(shape, np.float32), weight)
+    for found, right in zip((gate, up, result), plain, strict=True):
+        np.testing.assert_array_equal(found, right * weight[:, None])
+    terms = plain[2].astype(np.float64) * grad
+    bound = rounding_limit(shape[1] + 1) * np.abs(terms).sum(1)
+    assert (np.abs(weight_grad - terms.sum(1)) <= bound).all()
+
+
+@EACH
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("make", [np.copy, columns])
+def test_a_matrix_is_added_to_each_block(run: NumpyOperators, shape: tuple[int, int], make) -> None:
+    x = make(numbers(3, *shape))
+    added = numbers(*shape)
+    right = x + added
+    run.add_to_blocks(x, added)
+    np.testing.assert_array_equal(x, right)
+
+
+@EACH
 @pytest.mark.parametrize("kind", ["silu", "gelu_pytorch_tanh", "relu2"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated_activations_and_their_gradients(run: NumpyOperators, shape: tuple[int, int], kind: str) -> None:

@@ -248,7 +248,7 @@ def _masked_scores(
     if cap is not None:
         soft_cap(out, cap, slope)
     if block.bias_QM.size:
-        out[..., block.masked :] += block.bias_QM
+        operators().add_to_blocks(out[..., block.masked :], block.bias_QM)
 
 
 def _view(buffer: np.ndarray, *shape: int) -> np.ndarray:

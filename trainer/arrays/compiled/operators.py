@@ -29,6 +29,8 @@ _SIGNATURES = {
     "rms_norm_gradient": (*(_ADDRESS,) * 5, *(_SIZE,) * 4, ctypes.c_int),
     "gated": (_ADDRESS, _ADDRESS, _ADDRESS, _SIZE, ctypes.c_int),
     "gated_gradient": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, ctypes.c_int),
+    "weighted_gated_gradient": (*(_ADDRESS,) * 6, _SIZE, _SIZE),
+    "add_to_blocks": (_ADDRESS, _ADDRESS, *(_SIZE,) * 5),
     "rotate": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6),
     "rotate_halves": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6),
     "attend": (_ADDRESS,) * 8,
@@ -113,6 +115,21 @@ class CompiledOperators(OneDnnOperators):
     ) -> None:  # fmt: skip
         kind = _KINDS.index(activation)
         self.compiled.gated_gradient(address(gate), _optional(up), address(grad), _optional(result), gate.size, kind)
+
+    def weighted_gated_gradient(
+        self, gate: np.ndarray, up: np.ndarray, grad: np.ndarray, result: np.ndarray, work: np.ndarray,
+        weight: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        weight_grad = np.empty(len(gate), np.float32)
+        self.compiled.weighted_gated_gradient(
+            address(gate), address(up), address(grad), address(result), address(weight), address(weight_grad),
+            *gate.shape,
+        )  # fmt: skip
+        return weight_grad
+
+    def add_to_blocks(self, x: np.ndarray, added: np.ndarray) -> None:
+        steps = [step // x.itemsize for step in x.strides[:2]]
+        self.compiled.add_to_blocks(address(x), address(added), *x.shape, *steps)
 
     def rotate(self, x: np.ndarray, rotation: np.ndarray) -> None:
         self._rotate(self.compiled.rotate, x, rotation)

@@ -241,6 +241,37 @@ EXPORT void gated_gradient(float *gate, float *up, const float *grad, float *res
     FOR_KIND(gated_gradient_kind, kind, gate, up, grad, result, size);
 }
 
+INLINE void scale(float *x, float factor, long size) {
+    for (long i = 0; i < size; i++) x[i] *= factor;
+}
+
+/* The same for rows whose products are multiplied by `weight`; `weight_grad` receives the gradients of the weights. */
+EXPORT void weighted_gated_gradient(float *gate, float *up, const float *grad, float *result, const float *weight,
+                                    float *weight_grad, long rows, long size) {
+    for (long row = 0; row < rows; row++, gate += size, up += size, grad += size, result += size) {
+        gated_gradient_kind(gate, up, grad, result, size, SILU);
+        V sums = {0};
+        long i = 0;
+        for (; i + LANES <= size; i += LANES) sums += load(result + i) * load(grad + i);
+        if (i < size) sums += load_end(result + i, size - i) * load_end(grad + i, size - i);
+        weight_grad[row] = sum_lanes(sums);
+        scale(result, weight[row], size);
+        scale(gate, weight[row], size);
+        scale(up, weight[row], size);
+    }
+}
+
+/* Adds a matrix [rows, size] to each of `blocks` matrices x, whose rows are `step` numbers apart. */
+EXPORT void add_to_blocks(float *x, const float *added, long blocks, long rows, long size, long block_step, long step) {
+    for (long block = 0; block < blocks; block++, x += block_step) {
+        for (long row = 0; row < rows; row++) {
+            float *to = x + row * step;
+            const float *from = added + row * size;
+            for (long i = 0; i < size; i++) to[i] += from[i];
+        }
+    }
+}
+
 /* Rotates the pairs of each head by the rotations of its row; `next` is the distance of pairs, `apart` that of the
    numbers of a pair. Steps are in numbers. */
 INLINE void rotate_pairs(float *x, const float *rotation, long rows, long heads, long pairs, long next, long apart,

@@ -8,7 +8,6 @@ Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -248,15 +247,20 @@ class _SegmentSums:
         return self.tensor
 
 
-def _segments(counts_E: np.ndarray) -> Iterator[tuple[int, int, slice]]:
-    """Yields each expert with the number and rows of its segments; an expert with many rows has several segments."""
+def _segments(counts_E: np.ndarray) -> list[tuple[int, int, slice]]:
+    """Returns each expert with the number and rows of its segments, of which one with many rows has several.
+
+    The largest are first, as in `expert_blocks`.
+    """
+    segments = []
     for expert, rows in expert_rows(counts_E):
         size = rows.stop - rows.start
         number = min(_MAX_SEGMENTS, -(-size // _MOST_ROWS))
         for segment in range(number):
             first = rows.start + size * segment // number
             last = rows.start + size * (segment + 1) // number
-            yield expert, segment, slice(first, last)
+            segments.append((expert, segment, slice(first, last)))
+    return sorted(segments, key=lambda segment: segment[2].start - segment[2].stop)
 
 
 def _weighted_swiglu_gradient(
@@ -272,11 +276,11 @@ def _weighted_swiglu_gradient(
         inner_rF: Receives the input of the next product.
         grad_rF: Gradient of `inner_rF`.
     """
-    if clamp is not None:
-        clamped_swiglu(gate_rF, up_rF, inner_rF, *clamp)
-        clamped_swiglu_gradient(gate_rF, up_rF, grad_rF, *clamp)
-    else:
-        operators().gated_gradient(gate_rF, up_rF, grad_rF, inner_rF, tile.take(gate_rF.shape[1]))
+    if clamp is None:
+        work_rF = tile.take(gate_rF.shape[1])
+        return operators().weighted_gated_gradient(gate_rF, up_rF, grad_rF, inner_rF, work_rF, weight_r)
+    clamped_swiglu(gate_rF, up_rF, inner_rF, *clamp)
+    clamped_swiglu_gradient(gate_rF, up_rF, grad_rF, *clamp)
     grad_weight_r = np.einsum("rf,rf->r", inner_rF, grad_rF)
     for array_rF in (inner_rF, gate_rF, up_rF):
         array_rF *= weight_r[:, None]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from trainer.arrays.memory import empty
+from trainer.arrays.operators import operators
 from trainer.ops.routing import Routing, SharedTokens
 
 if TYPE_CHECKING:
@@ -178,9 +178,7 @@ class CpuRouter:
             grad_NE = _through_quotient(grad_NE, routed.scores_NE, 1) * routed.scores_NE
         if self.with_z:
             grad_NE += 2 * grad_z_loss * labels.valid_N1 * routed.total_N1 * routed.softmax_NE
-        router_grad_ND = empty(*y_ND.shape)[1]
-        np.matmul(grad_NE, router_ED, out=router_grad_ND)
-        grad_y_ND += router_grad_ND
+        operators().matmul(grad_NE, router_ED, grad_y_ND, True)
         return grad_NE.T @ y_ND, grad_NE.sum(0)
 
 
