@@ -261,6 +261,8 @@ class CpuAttention:
         self.output.begin_forward(call, x_ND, tokens)
 
         tasks = [(sequence, block) for sequence in sequences for block in sequence.blocks]
+        # The largest first: at the end no thread waits long for another one.
+        tasks.sort(key=lambda task: task[1].keys.start - task[1].keys.stop)
         max_logits = np.zeros((len(tasks), self.attention.kv_heads, self.attention.groups), np.float32)
         sinks_KG = self._sinks(call)
 
