@@ -138,7 +138,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     measure(kind, "matmul", _product_name, _product_cost)
     for attribute in ("softmax", "softmax_gradient"):
         measure(kind, attribute, lambda timer, _: f"{timer.part.split(':')[0]}: softmax", _arrays_cost)
-    for attribute in ("gated", "gated_gradient"):
+    for attribute in ("gated", "gated_gradient", "weighted_gated_gradient"):
         measure(kind, attribute, lambda timer, _: timer.part, _arrays_cost)
     for attribute in ("scales", "__call__", "gradient"):
         measure(tiles.CpuRmsNorm, attribute, "norm", _arrays_cost)
