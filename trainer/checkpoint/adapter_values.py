@@ -22,7 +22,6 @@ from trainer.parallel.sharding import ShardedArray, as_sharded_array
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
-    from trainer.models.spec.model import AdapterSpec
 
 Weights = dict[str, np.ndarray]
 
@@ -49,25 +48,20 @@ def decompose(base: Mapping[str, np.ndarray], settings: ModelConfig, seed: int) 
             q, r = np.linalg.qr(weight_OI)
             a_RI = r[: adapter.rank]
             b_OR = q[:, : adapter.rank]
-        elif not iterations:
-            u, values, vt = np.linalg.svd(weight_OI, full_matrices=False)
-            a_RI, b_OR = _principal(u, values, vt, adapter)
         else:
-            stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(f"{matrix}.svd".encode())]))
-            u, values, vt = _fast_svd(weight_OI, adapter.rank, int(iterations), stream)
-            a_RI, b_OR = _principal(u, values, vt, adapter)
+            if iterations:
+                stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(f"{matrix}.svd".encode())]))
+                u, values, vt = _fast_svd(weight_OI, adapter.rank, int(iterations), stream)
+            else:
+                u, values, vt = np.linalg.svd(weight_OI, full_matrices=False)
+            # PiSSA: scale B A is the best approximation of W = U S V^T of this rank.
+            root_R = np.sqrt(values[: adapter.rank] / np.float32(adapter.scale))
+            a_RI = root_R[:, None] * vt[: adapter.rank]
+            b_OR = u[:, : adapter.rank] * root_R
         name_a, name_b = adapter_names(matrix)
         adapters[name_a] = np.concatenate([a_RI, a_RI]).astype(np.float32)
         adapters[name_b] = np.concatenate([b_OR, -b_OR], axis=1).astype(np.float32)
     return adapters
-
-
-def _principal(
-    u: np.ndarray, values: np.ndarray, vt: np.ndarray, adapter: AdapterSpec
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns A and B of PiSSA from W = U S V^T: scale B A is the best approximation of W of this rank."""
-    root_R = np.sqrt(values[: adapter.rank] / np.float32(adapter.scale))
-    return root_R[:, None] * vt[: adapter.rank], u[:, : adapter.rank] * root_R
 
 
 def _fast_svd(

@@ -147,16 +147,9 @@ def _load_weights(
 ) -> Weights | None:
     if not config.has_adapters:
         stored = open_initial_weights(config, note, new_modules=new_modules, world=world)
-        if stored is None:
-            return None
-        return stored.read(parts)
-    base = open_base_weights(config, note, new_modules=new_modules, world=world)
-    dtypes = base_dtypes(config.decoder)
-    weights = base.read(parts, dtypes)
+        return stored and stored.read(parts)
+    weights, compared = read_base_weights(config, parts, world, note, new_modules=new_modules)
     if config.adapter_id:
-        compared: Mapping[str, ArrayOrLazyArray] = base.arrays
-        if parts is None and not dtypes:
-            compared = weights
         adapters = read_adapters(config, Path(config.adapter_id).expanduser(), compared).read(parts)
     elif changes_base(config.decoder):
         adapters = adapter_values.decompose(weights, config.decoder, config.seed)
@@ -175,10 +168,7 @@ def join_weights(config: Config, base: Weights, adapters: Weights) -> Weights:
 
 def first_weights(config: Config, world: World = SINGLE_PROCESS) -> Mapping[str, np.ndarray]:
     """Returns the weights with which a training began that now continues a checkpoint: all parameters, unsharded."""
-    weights = load_initial_weights(config, world=world)
-    if weights is not None:
-        return weights
-    return _from_seed(config, adapters=False).read(None)
+    return load_initial_weights(config, world=world) or _from_seed(config, adapters=False).read(None)
 
 
 def check_starting_files(config: Config) -> None:
@@ -188,18 +178,25 @@ def check_starting_files(config: Config) -> None:
         read_adapters(config, Path(config.adapter_id).expanduser(), None)
 
 
-def open_base_weights(
+def read_base_weights(
     config: Config,
+    parts: ShardSpecs | None,
+    world: World,
     note: Callable[[str], None] | None = None,
     *,
     new_modules: bool = True,
-    world: World = SINGLE_PROCESS,
-) -> CheckedWeights:
-    """Opens the weights of the base model: those of `load_checkpoint`, else initial values from `seed`."""
+) -> tuple[Weights, Mapping[str, ArrayOrLazyArray]]:
+    """Reads the weights of the base model as a run holds them: those of `load_checkpoint`, else of `seed`.
+
+    Also returns all of them in float32, for a digest.
+    """
     stored = open_initial_weights(config, note, new_modules=new_modules, world=world)
-    if stored is None:
-        return _from_seed(config, adapters=False)
-    return stored
+    base = stored or _from_seed(config, adapters=False)
+    dtypes = base_dtypes(config.decoder)
+    weights = base.read(parts, dtypes)
+    if parts is None and not dtypes:
+        return weights, weights
+    return weights, base.arrays
 
 
 def _from_seed(config: Config, adapters: bool) -> CheckedWeights:
@@ -221,7 +218,7 @@ def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: ShardS
     record = {"load_checkpoint": config.load_checkpoint, "seed": config.seed}
     base: Mapping[str, ArrayOrLazyArray] = weights
     if parts is not None or changes_base(config.decoder) or base_dtypes(config.decoder):
-        base = open_base_weights(config).arrays
+        base = (open_initial_weights(config) or _from_seed(config, adapters=False)).arrays
     return record | {"digest": base_model_digest(base, config.decoder)}
 
 
@@ -372,9 +369,7 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     for name, value in theirs.items():
         ours = getattr(adapters, name)
         if value != ours:
-            text = str(value)
-            if isinstance(value, float):
-                text = f"{value:g}"
+            text = f"{value:g}" if isinstance(value, float) else str(value)
             if changes_base(config.decoder):
                 rule = f"the adapters have {name} {text}, those of this {SECTION} are saved with {ours}"
                 raise problem(rule, "write the pet_config that they were trained with")
@@ -399,16 +394,10 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
     if len(set(targets)) > 1:  # layers differ: full names
         names = [layer_prefix(layer) + name for layer, layer_names in enumerate(targets) for name in layer_names]
     names += [name.split(".")[-1] for name in vocabulary_adapters(settings)]
-    methods: dict[str, Any] = {}
-    for key in ("use_rslora", "use_dora"):
-        if getattr(adapters, key):
-            methods[key] = True
-    for key in ("rank_pattern", "alpha_pattern"):
-        if getattr(adapters, key):
-            methods[key] = getattr(adapters, key)
+    methods = {key: getattr(adapters, key) for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")}
     return {
         **{name: _SUPPORTED_VALUES[name] for name in _WRITTEN},
-        **methods,
+        **{key: value for key, value in methods.items() if value},
         "peft_type": adapters.pet_type.upper(),
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,

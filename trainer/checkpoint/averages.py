@@ -49,9 +49,7 @@ def ties(
     Of each difference the share `density` with the largest absolute values is kept. Each number then has the sign of
     the weighted sum, and the mean is that of the differences with this sign.
     """
-    deltas = [
-        np.float32(weight) * _trim(array - base, density) for array, weight in zip(arrays, weights, strict=True)
-    ]
+    deltas = [np.float32(weight) * _trim(array - base, density) for array, weight in zip(arrays, weights, strict=True)]
     sign = np.where(np.sum(deltas, 0) >= 0, np.float32(1), np.float32(-1))
     total = np.zeros_like(base)
     divisor = np.zeros_like(base)

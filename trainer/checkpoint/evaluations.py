@@ -58,11 +58,9 @@ class EvalHistory:
         """Returns why EarlyStop ends the run, as a sentence; empty if it continues."""
         if early_stop is None or self.without_improvement < early_stop.patience:
             return ""
-        count = self.without_improvement
-        if count == 1:
+        evaluations = f"the last {self.without_improvement} evaluations"
+        if self.without_improvement == 1:
             evaluations = "the last evaluation"
-        else:
-            evaluations = f"the last {count} evaluations"
         if self.reference is None:
             return f"the loss of {evaluations} was not finite"
         least = ""
@@ -84,9 +82,6 @@ def from_state(state: Mapping[str, Any] | None, step: int) -> EvalHistory:
     """Reads the history from the state of a checkpoint of `step`; empty for older checkpoints, which have none."""
     if state is None:
         return EvalHistory(step=step)
-    reference = None
-    if state["reference"]:
-        reference = Evaluated(**state["reference"])
-    return EvalHistory(
-        state["step"], tuple(Evaluated(**each) for each in state["best"]), reference, state["without_improvement"]
-    )
+    best = tuple(Evaluated(**each) for each in state["best"])
+    reference = state["reference"] and Evaluated(**state["reference"])
+    return EvalHistory(state["step"], best, reference, state["without_improvement"])

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, b
 from trainer.errors import UserError
 from trainer.storage.bfloat16 import as_bfloat16
 from trainer.storage.marker import read_saved
-from trainer.storage.tensor_file import BFLOAT16, CODES, ArrayOrLazyArray, TensorInfo, write_tensors
+from trainer.storage.tensor_file import BFLOAT16, ArrayOrLazyArray, TensorInfo, write_tensors
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -32,7 +32,21 @@ if TYPE_CHECKING:
     from trainer.data.batches.packing import RecordForm
     from trainer.data.tokens.chat_template import ChatTemplate
 
-DTYPES = ("float32", "bfloat16", "float16")
+
+class _WrittenDtype(NamedTuple):
+    """safetensors' name of a dtype, its bytes, and the conversion from float32."""
+
+    code: str
+    item_bytes: int
+    convert: Callable[[np.ndarray], np.ndarray]
+
+
+_WRITTEN = {
+    "float32": _WrittenDtype("F32", 4, lambda array: np.ascontiguousarray(array, np.float32)),
+    "bfloat16": _WrittenDtype(BFLOAT16, 2, as_bfloat16),
+    "float16": _WrittenDtype("F16", 2, lambda array: array.astype(np.float16)),
+}
+DTYPES = tuple(_WRITTEN)
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
@@ -72,11 +86,9 @@ def folder_files(
     files: Files = {}
     if kind:
         files[CONFIG] = _json(config_json(settings, kind, dtype) | ids)
-    # transformers warns of sampling keys beside do_sample False.
-    if settings.do_sample:
+    names: tuple[str, ...] = ("do_sample", "repetition_penalty")
+    if settings.do_sample:  # else transformers warns of the other keys
         names = _SAMPLING
-    else:
-        names = ("do_sample", "repetition_penalty")
     generation = {name: getattr(settings, name) for name in names} | ids
     if tokenizer is None:
         return files | {GENERATION: _json(generation)}
@@ -161,9 +173,7 @@ def _one_or_list(tokens: Iterable[int], settings: ModelConfig) -> int | list[int
     ids = [token for token in dict.fromkeys(tokens) if token < settings.vocab_size]
     if len(ids) > 1:
         return ids
-    if ids:
-        return ids[0]
-    return None
+    return next(iter(ids), None)
 
 
 def trained_template(config: Config, tokenizer: Tokenizer, form: RecordForm | None) -> ChatTemplate | None:
@@ -283,7 +293,7 @@ def split_into_files(weights: Mapping[str, ArrayOrLazyArray], limit_bytes: int, 
     groups: list[list[str]] = [[]]
     filled = 0
     for name, array in weights.items():
-        size = array.size * _item_bytes(dtype)
+        size = array.size * _WRITTEN[dtype].item_bytes
         if groups[-1] and filled + size > limit_bytes:
             groups.append([])
             filled = 0
@@ -298,7 +308,7 @@ def index_json(files: Mapping[str, list[str]], weights: Mapping[str, ArrayOrLazy
     """Returns the content of model.safetensors.index.json: which file has which tensor."""
     total = sum(array.size for array in weights.values())
     where = {name: file for file, names in files.items() for name in names}
-    metadata = {"total_parameters": total, "total_size": total * _item_bytes(dtype)}
+    metadata = {"total_parameters": total, "total_size": total * _WRITTEN[dtype].item_bytes}
     return _json({"metadata": metadata, "weight_map": dict(sorted(where.items()))})
 
 
@@ -309,11 +319,7 @@ def write_weights(path: Path, arrays: Mapping[str, ArrayOrLazyArray], dtype: str
         OSError: The disk is full or cannot be written.
         UserError: A number is beyond the range of float16.
     """
-    if dtype == "bfloat16":
-        code = BFLOAT16
-    else:
-        code = CODES[dtype]
-    item_bytes = _item_bytes(dtype)
+    code, item_bytes, convert = _WRITTEN[dtype]
     entries = {name: TensorInfo(code, array.shape, array.size * item_bytes) for name, array in arrays.items()}
 
     def convert_arrays() -> Iterator[np.ndarray]:
@@ -323,19 +329,6 @@ def write_weights(path: Path, arrays: Mapping[str, ArrayOrLazyArray], dtype: str
             if dtype == "float16" and np.abs(array).max(initial=0) > _LARGEST_FLOAT16:
                 rule = f"{name} has numbers beyond the range of float16"
                 raise UserError(rule, key="--dtype", value=dtype, fix="use bfloat16 or float32")
-            yield _CONVERTED[dtype](array)
+            yield convert(array)
 
     write_tensors(path, entries, convert_arrays())
-
-
-_CONVERTED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "float32": lambda array: np.ascontiguousarray(array, np.float32),
-    "bfloat16": as_bfloat16,
-    "float16": lambda array: array.astype(np.float16),
-}
-
-
-def _item_bytes(dtype: str) -> int:
-    if dtype == "float32":
-        return 4
-    return 2

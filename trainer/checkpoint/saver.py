@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.checkpoint.writing import (
@@ -27,34 +28,25 @@ _FLUSH_SECONDS = 3600.0
 """How long a disk may take to flush or remove a file: a save that writes nothing for longer counts as hanging."""
 
 
+@dataclass
 class Saver:
     """Saves into one folder.
 
-    Args:
+    Attributes:
         on_saved: Called with each checkpoint that is complete, and its step, on every rank.
         on_wait: Called every second while the training waits for a thread that writes.
-
-    Attributes:
         waited_seconds: How long the training has waited for saves since this was last set to 0.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        communicator: Communicator,
-        in_background: bool,
-        on_saved: Callable[[Path, int], None],
-        on_wait: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.folder = folder
-        self.communicator = communicator
-        self.in_background = in_background
-        self.on_saved = on_saved
-        self.on_wait = on_wait
-        self.waited_seconds = 0.0
-        self._stages: Stages | None = None
-        self._step = 0
-        self._thread: _Thread | None = None
+    folder: Path
+    communicator: Communicator
+    in_background: bool
+    on_saved: Callable[[Path, int], None]
+    on_wait: Callable[[], None] = lambda: None
+    waited_seconds: float = 0.0
+    _stages: Stages | None = field(default=None, init=False)
+    _step: int = field(default=0, init=False)
+    _thread: _Thread | None = field(default=None, init=False)
 
     def save(self, make_stages: Callable[[], Stages], step: int) -> None:
         """Starts a save once an earlier save is complete; all ranks must call this.
@@ -116,21 +108,16 @@ class Saver:
     def _next_stage(self, thread: _Thread) -> None:
         """Waits for the thread of a stage; starts the next stage, or after the last one calls `on_saved`."""
         self._thread = None
-        path = self._continue(thread.result(self.on_wait))
-        if path is not None:
-            self._stages = None
-            self.on_saved(path, self._step)
-
-    def _continue(self, result: Path | StageResult) -> Path | None:
-        """Starts the next stage; returns the folder after the last one."""
-        if isinstance(result, Path):
-            return result
-        assert self._stages is not None
-        try:
-            self._thread = self._start(self._stages.send(gather_results(result, self.communicator)))
-        except StopIteration as end:
-            return end.value
-        return None
+        result = thread.result(self.on_wait)
+        if isinstance(result, StageResult):
+            assert self._stages is not None
+            try:
+                self._thread = self._start(self._stages.send(gather_results(result, self.communicator)))
+                return
+            except StopIteration as end:
+                result = end.value
+        self._stages = None
+        self.on_saved(result, self._step)
 
     def _start(self, work: StageWork) -> _Thread:
         return _Thread(lambda: run_catching_disk_errors(work, self.folder))

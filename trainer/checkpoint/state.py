@@ -39,7 +39,7 @@ from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages
 from trainer.config.schema.fields import Section, support_of
 from trainer.errors import UserError, shorten_repr
 from trainer.models.spec.adapters import SECTION, saved_settings
-from trainer.models.spec.shapes import adapter_shapes, all_shapes, base_dtypes
+from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import EMA, average_names, parameter_groups, state_names
 from trainer.parallel.sharding import ShardedArray, ShardSpec, as_sharded_array, full_shard_spec
@@ -67,9 +67,6 @@ _KEYS = ("batch_size", "gradient_accumulation_steps", "rampup_batch_size", "epoc
 _PREDICTION = frozenset(
     "batch_size do_sample max_decode_length max_new_tokens temperature top_k top_p repetition_penalty".split()
 )
-
-Mismatch = Callable[[str, str], UserError]
-"""Makes the error for a checkpoint that does not fit, from a rule and a fix."""
 
 
 @dataclass
@@ -234,8 +231,7 @@ def checkpoint_to_resume(config: Config) -> Path:
     folder = _resume_folder(config)
     source = find_source(folder, where, _KEY)
     if source is not None:
-        reason = _hindrance(config)
-        if reason:
+        if reason := _hindrance(config):
             rule = f"is a checkpoint of MindSpore Transformers ({source.name}); this run cannot continue it: {reason}"
             fix = f"start from its weights: {_KEY}: False (in its newer schema checkpoint.no_load_optim: True)"
             raise UserError(rule, where=where, key=_KEY, value=str(folder), fix=fix)
@@ -314,43 +310,32 @@ def _resumed(
     checkpoint: Checkpoint, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None, world: World
 ) -> ResumedCheckpoint:
     path = checkpoint.path
-
-    def mismatch(rule: str, fix: str) -> UserError:
-        return UserError(rule, value=str(path), fix=fix)
-
-    _check_part(checkpoint, config, mismatch)
+    _check_part(checkpoint, config)
     weights = _weights_of(checkpoint, config, parts, world)
     state = read_run_state(checkpoint)
     before = state.optimizer.type
     now = config.optimizer.type
     if before != now:
         rule = f"the checkpoint was made with {before}, and this run's optimizer.type is {now}"
-        raise mismatch(rule, f"use {before}, or {_NEW_RUN}")
+        raise UserError(rule, value=str(path), fix=f"use {before}, or {_NEW_RUN}")
     if OPTIMIZER not in checkpoint.tensors:
         raise damaged_checkpoint(path, "it has no state of the optimizer")
-    _check_same_freeze(checkpoint, config, mismatch)
-    _check_averages(checkpoint, config, mismatch)
+    _check_same_freeze(checkpoint, config)
+    _check_averages(checkpoint, config)
     arrays = _optimizer_arrays(checkpoint, config)
-    position = _position(state, config, layout, mismatch)
+    position = _position(state, config, layout, path)
+    notes = []
     # Older checkpoints have no settings.
-    changes = ""
-    if state.settings is not None:
-        changes = changed_settings(state.settings, settings_record(config))
-    notes: tuple[str, ...] = ()
-    if changes:
-        notes = (f"differs from the run that made {path.name}: {changes}",)
+    if state.settings is not None and (changes := changed_settings(state.settings, settings_record(config))):
+        notes.append(f"differs from the run that made {path.name}: {changes}")
     if not checkpoint.has_checksums:
-        notes += (f"{path.name} was saved without checksums: only the lengths of its files are checked",)
+        notes.append(f"{path.name} was saved without checksums: only the lengths of its files are checked")
     if config.resume_training is True and resolve_best_link(_resume_folder(config)) != path:
-        notes += tuple(renamed_checkpoint_notes(path))
-    history = None
-    if state.evaluations is not None:
-        history = state.evaluations.model_dump()
-    evaluations = from_state(history, position.step)
-    step = None
-    if state.step is not None:
-        step = state.step.model_dump()
-    return ResumedCheckpoint(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notes)
+        notes += renamed_checkpoint_notes(path)
+    saved = state.model_dump(include={"evaluations", "step"})
+    evaluations = from_state(saved["evaluations"], position.step)
+    step = saved["step"]
+    return ResumedCheckpoint(position, weights, arrays, state.optimizer.updates, step, evaluations, path, tuple(notes))
 
 
 def _optimizer_arrays(checkpoint: Checkpoint, config: Config) -> dict[str, LazyArray]:
@@ -397,29 +382,28 @@ def plan_resumed(plan: Plan, resumed: ResumedCheckpoint) -> Plan:
     return replace(plan, steps=steps, resumes=resumes, notes=(*plan.notes, *resumed.notes))
 
 
-def _check_same_freeze(checkpoint: Checkpoint, config: Config, mismatch: Mismatch) -> None:
+def _check_same_freeze(checkpoint: Checkpoint, config: Config) -> None:
     """Checks that the optimizer has state for exactly the weights that are trained."""
     before = {name.partition(".")[2] for name in checkpoint.tensors[OPTIMIZER]}
     now = set(trained_shapes(config))
     if before == now:
         return
-    frozen = sorted(before - now)
-    trained = sorted(now - before)
     changes = []
-    if frozen:
+    if frozen := sorted(before - now):
         changes.append(f"{first_of(frozen)} was trained and is frozen now")
-    if trained:
+    if trained := sorted(now - before):
         changes.append(f"{first_of(trained)} was frozen and is trained now")
     rule = f"the checkpoint was made with another freeze setting: {'; '.join(changes)}"
-    raise mismatch(rule, f"use the freeze section of the checkpoint's run, or {_NEW_RUN}")
+    fix = f"use the freeze section of the checkpoint's run, or {_NEW_RUN}"
+    raise UserError(rule, value=str(checkpoint.path), fix=fix)
 
 
-def _check_averages(checkpoint: Checkpoint, config: Config, mismatch: Mismatch) -> None:
+def _check_averages(checkpoint: Checkpoint, config: Config) -> None:
     """Checks that the checkpoint has moving averages if the run keeps them."""
     has_averages = any(name.startswith(f"{EMA}.") for name in checkpoint.tensors[OPTIMIZER])
     if config.optimizer.ema_decay is not None and not has_averages:
         rule = "the checkpoint has no moving averages, which optimizer.ema_decay asks for"
-        raise mismatch(rule, f"leave ema_decay out, or {_NEW_RUN}")
+        raise UserError(rule, value=str(checkpoint.path), fix=f"leave ema_decay out, or {_NEW_RUN}")
 
 
 def _part(config: Config) -> str:
@@ -429,16 +413,15 @@ def _part(config: Config) -> str:
     return "model"
 
 
-def _check_part(checkpoint: Checkpoint, config: Config, mismatch: Mismatch) -> None:
-    part = _part(config)
-    if part not in checkpoint.tensors:
-        if part == adapters.PART:
-            rule = "the checkpoint contains a full model, and this run trains adapters"
-            change = "remove"
-        else:
-            rule = "the checkpoint contains adapters, and this run trains a full model"
-            change = "write"
-        raise mismatch(rule, f"{change} {SECTION}, or name another checkpoint")
+def _check_part(checkpoint: Checkpoint, config: Config) -> None:
+    if _part(config) in checkpoint.tensors:
+        return
+    rule = "the checkpoint contains adapters, and this run trains a full model"
+    change = "write"
+    if config.has_adapters:
+        rule = "the checkpoint contains a full model, and this run trains adapters"
+        change = "remove"
+    raise UserError(rule, value=str(checkpoint.path), fix=f"{change} {SECTION}, or name another checkpoint")
 
 
 def _weights_of(
@@ -449,18 +432,13 @@ def _weights_of(
     where = config.source.where(_KEY)
     if not config.has_adapters:
         return fitting_weights(tensors, config.network, checkpoint.path, where, _KEY, parts)
-    base = adapters.open_base_weights(config, world=world)
-    dtypes = base_dtypes(config.decoder)
-    weights = base.read(parts, dtypes)
-    compared: Mapping[str, ArrayOrLazyArray] = base.arrays
-    if parts is None and not dtypes:
-        compared = weights
+    weights, compared = adapters.read_base_weights(config, parts, world)
     adapters.check_base(read_base(checkpoint), config, compared)
     trained = adapters.fitting_adapters(tensors, config, checkpoint.path, where, _KEY).read(parts)
     return adapters.join_weights(config, weights, trained)
 
 
-def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismatch: Mismatch) -> Position:
+def _position(state: RunState, config: Config, layout: Mapping[str, Any], path: Path) -> Position:
     """Returns the position from which the run continues, possibly with other numbers of ranks or batches.
 
     Each epoch has its own order of sequences, the same for any number of ranks, and a step takes the next `batch_size`
@@ -473,14 +451,13 @@ def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismat
     before = _ONE_RANK | state.data.model_dump(exclude_unset=True)
     now = _ONE_RANK | dict(layout)
     same = [key for key in before if key in now and key not in (*_BATCH_KEYS, "rampup_batch_size")]
-    changed = [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]
-    if changed:
+    if changed := [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]:
         rule = f"the checkpoint was made with other data, so its position has no meaning here: {', '.join(changed)}"
-        raise mismatch(rule, f"use the same data and settings, or {_FROM_BEGINNING}")
+        raise UserError(rule, value=str(path), fix=f"use the same data and settings, or {_FROM_BEGINNING}")
     try:
         position.batch = resumed_batch(position.batch, before, now)
     except UserError as error:
-        raise mismatch(error.rule, error.fix) from error
+        raise UserError(error.rule, value=str(path), fix=error.fix) from error
     return position
 
 

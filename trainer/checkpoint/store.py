@@ -85,20 +85,14 @@ def shard_name(part: str, rank: int, ranks: int) -> str:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Returns the complete checkpoints of ``folder``, the one saved last at the end; empty if it is missing."""
-    checkpoints = []
-    for path in step_folders(folder):
-        marker = read_marker(path)
-        if marker is not None:
-            checkpoints.append((marker.save_number, path))
-    return [path for _, path in sorted(checkpoints)]
+    markers = ((path, read_marker(path)) for path in step_folders(folder))
+    return [path for _, path in sorted((marker.save_number, path) for path, marker in markers if marker is not None)]
 
 
 def newest_complete(folder: Path, without: Container[Path] = ()) -> Path | None:
     """Returns the complete checkpoint of ``folder`` that was saved last, or None."""
-    checkpoints = [path for path in complete_checkpoints(folder) if path not in without]
-    if checkpoints:
-        return checkpoints[-1]
-    return None
+    newest_first = reversed(complete_checkpoints(folder))
+    return next((path for path in newest_first if path not in without), None)
 
 
 def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
@@ -239,16 +233,15 @@ def read_checkpoint(
     state = _read_state(path, marker)
     files = _files_of_parts(path, marker)
     tensors = {}
+    has_checksums = marker.checksums is not None
+    if not checksums:
+        marker = marker.model_copy(update={"checksums": None})
     for part in files if parts is None else parts:
         if part not in files:
             raise UserError(f"the checkpoint has no part '{part}', only {', '.join(files)}", key="checkpoint",
                             value=str(path), fix="use a checkpoint of a training run")
-        if checksums:
-            checked = marker
-        else:
-            checked = marker.model_copy(update={"checksums": None})
-        tensors[part] = StoredArrays(path, files[part], checked, world)
-    return Checkpoint(path, marker.step, tensors, state, marker.checksums is not None)
+        tensors[part] = StoredArrays(path, files[part], marker, world)
+    return Checkpoint(path, marker.step, tensors, state, has_checksums)
 
 
 def check_checkpoint(path: Path) -> Checkpoint:
@@ -274,11 +267,9 @@ def _complete_marker(path: Path) -> Marker:
     except JsonError as error:
         raise damaged_checkpoint(path, str(error)) from error
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        if missing:
+        why = error.strerror
+        if isinstance(error, FileNotFoundError):
             why = "its save was interrupted"
-        else:
-            why = error.strerror
         raise _incomplete(path, f"it has no readable {MARKER} file: {why}") from error
     named = _STEP_FOLDER.fullmatch(path.name)
     if named is not None and int(named[1]) != marker.step:
@@ -295,15 +286,11 @@ def _files_of_parts(path: Path, marker: Marker) -> dict[str, list[str]]:
         if not name.endswith(ENDING):
             continue
         stem = name.removesuffix(ENDING)
-        shard = _SHARD.fullmatch(stem)
-        if shard is None:
-            part = stem
-            ranks = 0
-            names = [name]
-        else:
+        part = stem
+        names = [name]
+        if shard := _SHARD.fullmatch(stem):
             part = shard[1]
-            ranks = int(shard[3])
-            names = [shard_name(part, rank, ranks) + ENDING for rank in range(ranks)]
+            names = [shard_name(part, rank, int(shard[3])) + ENDING for rank in range(int(shard[3]))]
         if name not in names:
             raise damaged_checkpoint(path, f"{MARKER} names {name}: there is no such shard")
         if files.setdefault(part, names) != names:
@@ -364,8 +351,9 @@ class StoredArrays(Mapping[str, np.ndarray]):
         (dtype, *others) = sorted({each.code for each in entries})
         if others:
             raise damaged_checkpoint(self.path, f"{name} has another dtype in the shards of some ranks")
-        shapes = [each.shape for each in entries]
-        return dtype, shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
+        if len(entries) == 1:
+            return dtype, entries[0].shape
+        return dtype, (sum(math.prod(each.shape) for each in entries),)
 
     def _files_with(self, name: str) -> list[TensorFile]:
         files = [file for file in self.files if name in file.entries]
@@ -449,8 +437,7 @@ def fallback_fix(path: Path) -> str:
     """
     marker = read_marker(path)
     others = [(read_marker(other), other) for other in complete_checkpoints(path.parent) if other != path]
-    older = [other for its, other in others if its and marker and its.save_number < marker.save_number]
-    if older:
+    if older := [other for its, other in others if its and marker and its.save_number < marker.save_number]:
         return f"use {older[-1]}, the one saved before it (--resume_training {older[-1].name})"
     if not others:
         return "use another checkpoint or start a new run"

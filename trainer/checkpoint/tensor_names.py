@@ -51,9 +51,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 PER_EXPERT = ExpertNames()
-FUSED = ExpertNames(
-    matrices=("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj"), is_stacked=True
-)
+FUSED = ExpertNames(matrices=("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj"), is_stacked=True)
 _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.gate.weight"
 _BIAS = f".{PER_EXPERT.bias}"

@@ -85,8 +85,7 @@ def result_lines(results: list[VerifyResult]) -> Iterator[str]:
     text = f"{sum(not one.is_interrupted for one in results)} checked, {damaged or 'none'} damaged"
     if damaged:
         intact = {one.path for one in results if one.is_checkpoint and not one.problem and not one.is_interrupted}
-        newest = _newest(intact)
-        if newest:
+        if newest := _newest(intact):
             text += f"; the newest intact checkpoint is {newest}"
     yield text
 
@@ -139,12 +138,10 @@ def _check(path: Path) -> VerifyResult:
         result = None
         if was_complete:
             result = _check_complete(path)
-    except (UserError, OSError) as error:
-        if isinstance(error, UserError):
-            rule = error.rule
-        else:
-            rule = f"{error.filename} cannot be read ({error.strerror})"
-        result = VerifyResult(path, rule.removeprefix("the checkpoint is damaged: "))
+    except UserError as error:
+        result = VerifyResult(path, error.rule.removeprefix("the checkpoint is damaged: "))
+    except OSError as error:
+        result = VerifyResult(path, f"{error.filename} cannot be read ({error.strerror})")
     if result is not None and (not result.problem or (path / MARKER).exists()):
         return result
     why = "a save or a removal was interrupted"

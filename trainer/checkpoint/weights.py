@@ -272,14 +272,13 @@ def _fitting(
         compare: Compare the numbers of copies of shared weights; False: names and shapes suffice.
     """
     decoder = None
-    tensors = weights
     if isinstance(settings, ModelConfig):
         decoder = settings
-        tensors = {name: array for name, array in weights.items() if not _is_copy(name, weights, decoder, compare)}
-    on_disk = disk_shapes(shapes, find_expert_names(tensors))
-    check_weights(tensors, on_disk, path, where, key, decoder)
-    used = {name: tensors[name] for name in on_disk}
-    return CheckedWeights(from_disk(tensors, shapes), used, path, where, key)
+        weights = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings, compare)}
+    on_disk = disk_shapes(shapes, find_expert_names(weights))
+    check_weights(weights, on_disk, path, where, key, decoder)
+    used = {name: weights[name] for name in on_disk}
+    return CheckedWeights(from_disk(weights, shapes), used, path, where, key)
 
 
 def _is_copy(name: str, weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig, compare: bool) -> bool:
@@ -325,10 +324,9 @@ def read_weights(
         UserError: There are no readable weights.
     """
     path = resolve_best_link(path)
+    files = sorted(path.glob("*.safetensors"))
     if path.is_file():
         files = [path]
-    else:
-        files = sorted(path.glob("*.safetensors"))
     if files and not any((path / name).exists() for name in _OUR_FILES):
         weights: dict[str, LazyArray] = {}
         file_of: dict[str, Path] = {}
@@ -417,12 +415,11 @@ def unused_modules(names: Collection[str], settings: ModelConfig) -> tuple[set[s
     if not unused or layers != modules:
         return set(), ""
     depth = max(unused) - settings.num_layers + 1
+    one = "modules"
+    them = "them"
     if len(unused) == 1:
         one = "module"
         them = "it"
-    else:
-        one = "modules"
-        them = "them"
     text = f"not loaded from the checkpoint: the multi-token prediction {one} ({layer_text(unused)})"
     return {name for name in beyond if _layer(name) in unused}, f"{text}; mtp_depth: {depth} would use {them}"
 

@@ -80,9 +80,7 @@ The work does not communicate, so a thread may do it while the ranks train.
 """
 
 
-def write_checkpoint(
-    folder: Path, *arguments: Any, communicator: Communicator | None = None, **options: Any
-) -> Path:
+def write_checkpoint(folder: Path, *arguments: Any, communicator: Communicator | None = None, **options: Any) -> Path:
     """Saves a checkpoint, see `checkpoint_stages` for arguments and errors.
 
     All ranks must call this.
@@ -293,9 +291,7 @@ def _results_of_ranks(every: list[StageResult], rank: int, ranks: int, folder: P
         with contextlib.suppress(OSError):
             _clear_leftovers(folder)
     number, (reason, fix, free_bytes) = failures[0]
-    who = ""
-    if ranks > 1:
-        who = f" by rank {number}"
+    who = f" by rank {number}" * (ranks > 1)
     if free_bytes is not None:
         reason += f": it needs {needed_bytes:,} bytes and {free_bytes:,} are free"
     rule = f"a checkpoint cannot be written{who}: {reason}; earlier checkpoints are untouched"
@@ -349,9 +345,7 @@ def _read_back(path: Path) -> _Written:
     return _Written(path.stat().st_size, checksum_of_file(path))
 
 
-def _move_in_place(
-    unfinished: Path, path: Path, step: int, written: Mapping[str, _Written], stage: OnStage
-) -> None:
+def _move_in_place(unfinished: Path, path: Path, step: int, written: Mapping[str, _Written], stage: OnStage) -> None:
     """Renames the temporary folder and marks it complete."""
     folder = path.parent
     newest = store.newest_complete(folder)

@@ -53,12 +53,11 @@ def split_interleaved_experts(weights: Mapping[str, ArrayOrLazyArray]) -> dict[s
         scales = weights.get(f"{prefix}{matrix}_scales")
         for expert in range(array.shape[0]):
             if kind == "_bias":
+                ending = "bias"
                 parts = _bias_parts(array[expert : expert + 1], matrix)
             else:
+                ending = "weight"
                 parts = _matrix_parts(array, scales, expert, matrix, kind)
-            ending = "weight"
-            if kind == "_bias":
-                ending = "bias"
             tensors |= {f"{prefix}{expert}.{part}.{ending}": one for part, one in parts.items()}
     return tensors
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -101,8 +101,7 @@ def _find_source(path: Path, where: str, key: str) -> Source | None:
         return Source(iteration, {}, iteration.name)
     if (path / MERGED).is_file() or any(_MODEL_FILE.fullmatch(file.name) for file in path.iterdir()):
         return Source(path, {}, path.name)
-    iterations = sorted(path.glob("iteration_[0-9]*"))
-    if iterations:
+    if iterations := sorted(path.glob("iteration_[0-9]*")):
         rule = f"the folder has no {TRACKER}, which says the iteration that was saved last"
         raise UserError(rule, where=where, key=key, value=str(path), fix=f"name an iteration, such as {iterations[-1]}")
     for folder in (path, path / "checkpoint", path.parent):
@@ -139,17 +138,14 @@ def open_source(
 
     def open_file(file: Path) -> dict[str, LazyArray]:
         """Opens arrays of a file; it is closed if none of them is used, as those of a rank with copies."""
-        others = partial(_is_of_another_kind, kind)
-        arrays = read_safetensors(file, where, numbers=numbers, world=world, leave_out=others)
+        arrays = read_safetensors(
+            file, where, numbers=numbers, world=world, leave_out=lambda name: not parameter_name(name, kind)
+        )
         return {parameter_name(name, kind): array for name, array in arrays.items()}
 
     if source.files:
         return _open_ranks(source, open_file, where, strategy, kind)
     return _open_iteration(source.path, cache(open_file), where, kind), ""
-
-
-def _is_of_another_kind(kind: str, name: str) -> bool:
-    return not parameter_name(name, kind)
 
 
 def state_files(source: Source) -> list[Path]:
@@ -178,13 +174,8 @@ def _tracked_iteration(path: Path, where: str, key: str) -> Path:
     try:
         folder = path / f"iteration_{int(read_bytes(path / TRACKER)):08d}"
     except (OSError, ValueError):
-        raise _problem(
-            path,
-            f"{TRACKER} does not contain the number of an iteration",
-            "name the folder of an iteration",
-            where,
-            key,
-        ) from None
+        rule = f"{TRACKER} does not contain the number of an iteration"
+        raise _problem(path, rule, "name the folder of an iteration", where, key) from None
     if not folder.is_dir():
         rule = f"{TRACKER} names {folder.name}, which does not exist"
         raise _problem(path, rule, "name the folder of an iteration", where, key)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -267,15 +266,17 @@ def _every_other_row(array: LazyArray, first: int) -> LazyArray:
 def _expert_matrix(array: LazyArray, expert: int, place: int, shape: tuple[int, ...]) -> LazyArray:
     """Returns a matrix [rows, columns] of an expert; `shape` is that of all experts, `place` the matrix in the pair."""
     _, rows, columns = shape
-    return box_array((rows, columns), partial(_read_expert, array, expert, place * rows, columns))
 
+    def read_box(box: Shard) -> np.ndarray:
+        """Reads a box, which lies transposed in the pair."""
+        first = place * rows + box.start[0]
+        outputs = slice(first, first + box.shape[0])
+        start = box.start[1]
+        if array.ndim == 2:
+            start += expert * columns
+            values = array[start : start + box.shape[1], outputs].read()
+        else:
+            values = array[expert : expert + 1, start : start + box.shape[1], outputs].read()
+        return np.ascontiguousarray(values.reshape(box.shape[1], box.shape[0]).T)
 
-def _read_expert(array: LazyArray, expert: int, first: int, columns: int, box: Shard) -> np.ndarray:
-    rows = slice(first + box.start[0], first + box.start[0] + box.shape[0])
-    start = box.start[1]
-    if array.ndim == 2:
-        start += expert * columns
-        values = array[start : start + box.shape[1], rows].read()
-    else:
-        values = array[expert : expert + 1, start : start + box.shape[1], rows].read()
-    return np.ascontiguousarray(values.reshape(box.shape[1], box.shape[0]).T)
+    return box_array((rows, columns), read_box)
