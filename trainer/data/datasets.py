@@ -223,13 +223,12 @@ def _build_source(
     """Packs the documents of a source into at most `limit` sequences, and its held-out documents likewise."""
     settings = getattr(config, section)
     seq_length = config.decoder.seq_length
+    pairs = config.preferences is not None
     packing: Literal["whole", "cut", "none"] = settings.packing or "cut"
-    if not settings.packing and token_file.meta.num_conversations:
+    if not settings.packing and (pairs or token_file.meta.num_conversations):
         packing = "whole"
     documents = split.all_documents(token_file.offsets)
-    pairs = config.preferences is not None
     if pairs:
-        packing = settings.packing or "whole"
         documents = pairs_of_documents(documents)
     held_out = None
     fitted = None
@@ -241,9 +240,7 @@ def _build_source(
     if section == TRAIN and settings.held_out:
         documents, held_out = _hold_out(config, documents, packing, note)
 
-    def dataset_of(
-        spans: DocumentSpans, keep_tail: bool, limit: int | None, kind: type[AnyBatch]
-    ) -> SequenceDataset:
+    def dataset_of(spans: DocumentSpans, keep_tail: bool, limit: int | None, kind: type[AnyBatch]) -> SequenceDataset:
         """Returns the documents as running text, or packed, as the configuration says."""
         if packing == "cut":
             return TokenDataset(token_file, spans, seq_length, keep_tail=keep_tail, limit=limit, kind=kind)
@@ -302,28 +299,30 @@ def _truncate_or_drop(
     """Truncates or drops samples that are longer than a sequence, or raises an error, as `overlong` says."""
     overlong = getattr(config, section).overlong
     seq_length = config.decoder.seq_length
-    key = f"{section}.overlong"
     is_long = samples.lengths > seq_length
+    first = int(is_long.argmax())
     loss = config.preferences
+
+    def fail(rule: str, fix: str) -> UserError:
+        """Makes the error for the key `overlong`."""
+        key = f"{section}.overlong"
+        fix = f"set it to {fix}, or a larger model.model_config.seq_length"
+        return UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
+
     if loss is not None and overlong == "truncate" and is_long.any():
-        first = int(is_long.argmax())
         both = ""
         if loss.answers == "labels":
             both = " with the answer to another prompt"
         tokens = f"has {samples.lengths[first]} tokens{both}, and a sequence {seq_length}"
-        rule = f"a {loss.unit} stays whole in a sequence; {loss.unit} {first + 1} of {source.name} {tokens}"
-        fix = "set it to drop, or a larger model.model_config.seq_length"
-        raise UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
+        unit = loss.unit
+        raise fail(f"a {unit} stays whole in a sequence; {unit} {first + 1} of {source.name} {tokens}", "drop")
     if overlong == "error" and is_long.any():
-        first = int(is_long.argmax())
         rule = f"sample {first + 1} of {source.name} has {samples.lengths[first]} tokens, and a sequence {seq_length}"
-        fix = "set it to truncate or drop, or a larger model.model_config.seq_length"
-        raise UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
+        raise fail(rule, "truncate or drop")
     fitted = truncate_or_drop(samples, seq_length, overlong)
     if not len(fitted.spans.lengths):
         rule = f"all {fitted.dropped} samples of {source.name} are longer than a sequence of {seq_length} tokens"
-        fix = "set it to truncate, or a larger model.model_config.seq_length"
-        raise UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
+        raise fail(rule, "truncate")
     if note is not None and (fitted.truncated or fitted.dropped):
         result = "truncated: they lose the beginning of their prompt"
         if fitted.dropped:

@@ -44,8 +44,7 @@ def check_teacher_tokenizer(config: Config) -> Iterator[str]:
         theirs = load_tokenizer(teacher, TRAIN).vocabulary()
     except UserError as error:
         raise error.with_location(config.source.where(_KEY), _KEY) from error
-    difference = vocabulary_difference(find_tokenizer(config, section).vocabulary(), theirs)
-    if difference:
+    if difference := vocabulary_difference(find_tokenizer(config, section).vocabulary(), theirs):
         fix = "name a teacher with the tokenizer of the data"
         raise problem(config, _KEY, f"has another tokenizer than {section}: {difference}", fix).error
 

@@ -78,8 +78,7 @@ def _place(counts: np.ndarray, seq_length: int) -> tuple[list[tuple[int, int, in
                 first = num_sequences
                 end = num_sequences = first - (-remaining // (space // length))
             per_sequence = space // length
-            full = min(remaining // per_sequence, end - first)
-            if full:
+            if full := min(remaining // per_sequence, end - first):
                 placements.append((first, full, per_sequence))
                 keep(space - per_sequence * length, first, first + full)
                 first += full

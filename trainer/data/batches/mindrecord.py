@@ -130,10 +130,9 @@ class MindRecordDataset(SequenceDataset):
         reading = self._reading
         arrays = file.read(number, list(reading.columns.values()))
         for (role, name), array in zip(reading.columns.items(), arrays, strict=True):
+            allowed = (reading.seq_length, reading.width)
             if role in (_TOKENS, _LABELS):
                 allowed = (reading.width,)
-            else:
-                allowed = (reading.seq_length, reading.width)
             rule = ""
             if len(array) not in allowed:
                 rule = f"row {number} has {len(array)} numbers in {name}, other rows {reading.width}"

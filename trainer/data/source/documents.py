@@ -114,8 +114,6 @@ def _not_text(source: DataSource, file: SourceFile, offset_bytes: int, reason: s
         while remaining_bytes > 0 and (chunk := opened.stream.read(min(remaining_bytes, _READ_BYTES))):
             line += chunk.count(b"\n")
             remaining_bytes -= len(chunk)
-    return UserError(
-        f"a text file must be UTF-8 text; {reason} at byte {offset_bytes}",
-        where=f"{file.path}:{line}",
-        fix="convert it (iconv -f latin1 -t utf-8 FILE), or leave it out with data_loader.patterns",
-    )
+    rule = f"a text file must be UTF-8 text; {reason} at byte {offset_bytes}"
+    fix = "convert it (iconv -f latin1 -t utf-8 FILE), or leave it out with data_loader.patterns"
+    return UserError(rule, where=f"{file.path}:{line}", fix=fix)

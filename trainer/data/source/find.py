@@ -65,10 +65,9 @@ def _source(config: Config, section: str, name: str, key: str) -> DataSource:
         fix = f"set {section}.data_loader.type to JsonlDataset"
         raise UserError("the file holds records, and a TextDataset takes it for text", where=where, key=key, value=name,
                         fix=fix)
+    paths = [root]
     if os.path.isdir(root):
         paths = matching_files(root, loader.patterns, key, where)
-    else:
-        paths = [root]
     return DataSource(TEXT, name, key, where, tuple(describe_file(path, key, where) for path in paths))
 
 

@@ -60,10 +60,9 @@ def _find_paths(config: Config, section: str, loader: HuggingFaceLoader) -> tupl
         raise UserError(f"{loader.type} needs a file or a folder", where=where, key=key, value=loader.path, fix=fix)
     name = loader.path
     if loader.data_dir:
+        name = os.path.join(loader.path, loader.data_dir)
         if loader.path in _BUILDERS:
             name = loader.data_dir
-        else:
-            name = os.path.join(loader.path, loader.data_dir)
     if not os.path.exists(os.path.expanduser(name)):
         rule = "there is no such file or folder, and nothing is downloaded while a run starts"
         raise UserError(rule, where=where, key=key, value=name, fix=_DOWNLOAD)
@@ -96,10 +95,9 @@ def _data_files(config: Config, section: str) -> list[str]:
     paths: list[str] = []
     for name in names:
         path = os.path.join(folder, name)
+        matches = [path]
         if glob.has_magic(path):
             matches = sorted(glob.glob(os.path.expanduser(path), recursive=True))
-        else:
-            matches = [path]
         if not matches:
             fix = f"correct it; relative paths start at {Path.cwd()}"
             raise UserError("no file matches it", where=where, key=key, value=name, fix=fix)

@@ -207,10 +207,9 @@ def read_header(path: Path, magic: int) -> IdxFile:
         raise _wrong(path, f"{len(header)} bytes are too few for an idx file of {kind}")
     actual_magic = struct.unpack(">i", header[:4])[0]
     if actual_magic != magic:
+        what = f"{actual_magic}, which is not an idx file"
         if actual_magic in _KINDS:
             what = f"a file of {_KINDS[actual_magic]} ({actual_magic})"
-        else:
-            what = f"{actual_magic}, which is not an idx file"
         raise _wrong(path, f"it starts with the number of {what}, and {kind} have {magic}")
     if len(header) < header_bytes:
         raise _wrong(path, f"it ends within its header of {header_bytes} bytes")

@@ -92,10 +92,9 @@ def open_indexed(prefix: str, location: Location) -> IndexedTokens:
             raise fail(path, f"there is no such file in {path.parent}", fix)
     again = "copy the two files again, or make them again"
     try:
+        content = np.empty(0, np.uint8)
         if index.stat().st_size:
             content = np.memmap(index, np.uint8, mode="r")
-        else:
-            content = np.empty(0, np.uint8)
         data_bytes = data.stat().st_size
         header = content[: _HEADER.size].tobytes()
         if not header.startswith(_MAGIC):

@@ -71,10 +71,9 @@ def build_megatron(config: Config, section: str) -> MegatronDataset:
         )  # fmt: skip
 
     parts, sources = _order_samples(blend, size, order)
+    available = parts[0].num_samples
     if sources is not None:
         available = len(sources)
-    else:
-        available = parts[0].num_samples
     number = min(count for count in (available, size, loader.num_samples) if count is not None)
     if not number:
         rule = f"the documents of {phase} do not fill one sample of {config.decoder.seq_length} tokens"
@@ -150,9 +149,8 @@ def _blend(config: Config, section: str, phase: str) -> _Blend:
         fix = "name the common path of a .bin and an .idx file: data_path: ['1', path]"
         raise data_error(config, f"{prefix}.config.data_path", rule, fix)
     key = f"{prefix}.{key}"
-    if key.endswith("dataset_dir"):
-        value = loader.dataset_dir
-    else:
+    value = loader.dataset_dir
+    if not key.endswith("dataset_dir"):
         value = getattr(loader.config, key.split(".")[-1])
     if isinstance(value, str):
         value = [value]

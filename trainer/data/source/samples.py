@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -91,12 +92,12 @@ class EmptyAnswerError(UserError):
     """A record whose answer is empty. Published files have some, so it is always left out, and counted."""
 
 
+@dataclass
 class SkippedRecords:
     """Counts the records that were left out because they are bad, and keeps the error of the first."""
 
-    def __init__(self) -> None:
-        self.num_skipped = 0
-        self.first: UserError | None = None
+    num_skipped: int = 0
+    first: UserError | None = None
 
     def add(self, error: UserError) -> None:
         """Counts a bad record."""
@@ -244,9 +245,7 @@ class _Fields:
 
     def key(self, name: str) -> str:
         """Returns the name in the file of one of our fields."""
-        if name in self._columns:
-            return self._columns[name]
-        return name
+        return self._columns.get(name, name)
 
     def get(self, name: str) -> Any:
         """Returns the value of a field; None if it is absent."""
@@ -271,8 +270,7 @@ class _Fields:
 
 
 def _make_sample(fields: _Fields) -> Sample | None:
-    forms = [form for form in _FORMS if fields.has(*form)]
-    if forms:
+    if forms := [form for form in _FORMS if fields.has(*form)]:
         return _FORMS[max(forms, key=fields.num_mapped)](fields)
     rule = f"the record has none of the known forms; {fields.names}"
     raise UserError(rule, where=fields.where, fix=_FORMS_FIX)
@@ -292,8 +290,7 @@ def _weight(fields: _Fields) -> float:
 
 
 def _text(fields: _Fields) -> Sample | None:
-    text = fields.text("text")
-    if text:
+    if text := fields.text("text"):
         return Sample(None, None, "", text, fields.where)
     return None
 
@@ -341,19 +338,25 @@ def _completion(fields: _Fields) -> Sample:
     prompt = fields.get("prompt")
     completion = fields.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
-        earlier = _messages(fields, "prompt")
-        for turn in earlier:
-            if turn["role"] == "assistant":
-                turn["weight"] = 0
-        return _conversation(fields, earlier + _messages(fields, "completion"))
+        return _conversation(fields, _without_loss(_messages(fields, "prompt")) + _messages(fields, "completion"))
     if isinstance(prompt, list) or isinstance(completion, list):
-        rule = f"{fields.key('prompt')} and {fields.key('completion')} must be two strings or two lists of messages"
-        raise UserError(rule, where=fields.where, fix="write both in the same form")
+        raise _mixed_forms(fields, "prompt", "completion")
     prompt = fields.text("prompt")
     completion = fields.text("completion")
     if not completion.strip():
         raise EmptyAnswerError(_EMPTY, where=fields.where, key=fields.key("completion"), fix=_EMPTY_FIX)
     return Sample(None, None, prompt, completion, fields.where)
+
+
+def _without_loss(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages of a prompt, in which those of the assistant carry no loss."""
+    weights = {"assistant": {"weight": 0}}
+    return [{**turn, **weights.get(turn["role"], {})} for turn in turns]
+
+
+def _mixed_forms(fields: _Fields, *names: str) -> UserError:
+    rule = f"{' and '.join(map(fields.key, names))} must be two strings or two lists of messages"
+    return UserError(rule, where=fields.where, fix="write both in the same form")
 
 
 def _pair(fields: _Fields, may_have_margin: bool) -> Sample:
@@ -367,8 +370,7 @@ def _pair(fields: _Fields, may_have_margin: bool) -> Sample:
         raise UserError(rule, where=fields.where, fix="remove the record, or set data_loader.bad_records to skip")
     are_texts = [isinstance(value, str) for value in values]
     if are_texts[0] != are_texts[1]:
-        rule = f"{fields.key('chosen')} and {fields.key('rejected')} must be two strings or two lists of messages"
-        raise UserError(rule, where=fields.where, fix="write both in the same form")
+        raise _mixed_forms(fields, *_ANSWERS)
     if are_texts[0]:
         chosen, rejected = _text_pair(fields)
     else:
@@ -437,11 +439,7 @@ def _message_pair(fields: _Fields) -> tuple[Sample, Sample]:
     samples = []
     for key, answer in zip(_ANSWERS, (chosen, rejected), strict=True):
         _check_answer(fields, key, answer)
-        earlier = [dict(turn) for turn in prompt]
-        for turn in earlier:
-            if turn["role"] == "assistant":
-                turn["weight"] = 0
-        samples.append(_conversation(fields, earlier + answer))
+        samples.append(_conversation(fields, _without_loss(prompt) + answer))
     return samples[0], samples[1]
 
 
@@ -481,12 +479,11 @@ def _message(message: object, key: str, where: str) -> dict[str, Any]:
     """Checks a message and brings it into Hugging Face's form."""
     if not isinstance(message, dict):
         raise _wrong(where, key, message, "an object with role and content", _MESSAGES_FIX)
+    role_name = "role"
+    content_name = "content"
     if "role" not in message and "from" in message:
         role_name = "from"
         content_name = "value"
-    else:
-        role_name = "role"
-        content_name = "content"
     theirs = message.get(role_name)
     if theirs is None or (content_name not in message and "tool_calls" not in message):
         raise _wrong(where, key, message, f"an object with {role_name} and {content_name}", _MESSAGES_FIX)
@@ -571,8 +568,6 @@ def _empty(where: str, key: str) -> UserError:
 
 
 def _wrong(where: str, key: str, value: object, expected: str, fix: str) -> UserError:
-    if len(repr(value)) <= _SHOWN_CHARACTERS:
-        shown = value
-    else:
-        shown = repr(value)[:_SHOWN_CHARACTERS] + "..."
-    return UserError(f"it must be {expected}", where=where, key=key, value=shown, fix=fix)
+    if len(repr(value)) > _SHOWN_CHARACTERS:
+        value = repr(value)[:_SHOWN_CHARACTERS] + "..."
+    return UserError(f"it must be {expected}", where=where, key=key, value=value, fix=fix)

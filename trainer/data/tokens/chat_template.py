@@ -386,8 +386,7 @@ def _find(config: Config, section: str, tokenizer: Tokenizer) -> _TemplateSource
     owner = "train_dataset"
     if getattr(config, section).chat_template:
         owner = section
-    name = getattr(config, owner).chat_template
-    if name:
+    if name := getattr(config, owner).chat_template:
         return _find_named(name, f"{owner}.chat_template", config.source.where(f"{owner}.chat_template"))
     source = None
     if tokenizer.folder is not None:

@@ -73,8 +73,7 @@ def detect_turn_format(render: Render, added_tokens: Mapping[str, bool], end_tok
     between = text[answer + len(_ANSWER) : question]
     turn_end = _first_token(between, unknown.added)
     if not turn_end:  # the markers of the template are ordinary text for this tokenizer
-        marker = MARKER.match(between.lstrip())
-        if marker:
+        if marker := MARKER.match(between.lstrip()):
             turn_end = marker.group()
         else:
             turn_end = (between.split() or [""])[0]
@@ -124,8 +123,7 @@ def _conversation(*contents: str) -> list[dict]:
 
 def _first_token(text: str, tokens: Sequence[str]) -> str:
     """Returns the first of the tokens in `text`, and the longest of several at the same place; empty without any."""
-    matches = [(text.find(token), -len(token), token) for token in tokens if token and token in text]
-    if matches:
+    if matches := [(text.find(token), -len(token), token) for token in tokens if token and token in text]:
         return min(matches)[2]
     return ""
 
@@ -147,15 +145,10 @@ def find_spans(render: Render, messages: Sequence[dict], turns: Sequence[int], t
     spans = []
     for turn, start, limit in zip(turns, starts, limits, strict=True):
         end = _find_end(render, messages, turn, text, form, start, limit)
-        spans.append((start, end + len(_end_token_at(text, end, form))))
+        if has_end(text, end, form):  # an end token of the tokenizer may follow that of the turn
+            end += len(next((token for token in form.end_tokens if token and text.startswith(token, end)), ""))
+        spans.append((start, end))
     return spans
-
-
-def _end_token_at(text: str, turn_end: int, form: TurnFormat) -> str:
-    """Returns the end token of the tokenizer that follows a turn's end token; empty without one."""
-    if not has_end(text, turn_end, form):
-        return ""
-    return next((token for token in form.end_tokens if token and text.startswith(token, turn_end)), "")
 
 
 def has_end(text: str, end: int, form: TurnFormat) -> bool:
@@ -235,8 +228,7 @@ def _find_end(
         last_end = text.rfind(form.turn_end, start, bound)
     if last_end >= 0:
         end = last_end + len(form.turn_end)
-        rest = text[end:bound].strip()
-        if rest:
+        if rest := text[end:bound].strip():
             for token in form.special:
                 rest = rest.replace(token, "")
         if not rest.strip():  # otherwise it ended only a part of the turn, such as the reasoning before the answer

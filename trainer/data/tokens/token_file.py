@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -61,6 +61,7 @@ _PAGES = "pages.bin"
 _VALUES = "values.bin"
 _META = "meta.json"
 _STREAMS = ("tokens.bin", "offsets.bin", "mask.bin", _VALUES)
+_COUNTS = ("num_tokens", "num_documents", "num_conversations", "num_rendered", "num_loss_tokens")
 
 Progress = Callable[[int, int], None]
 """Takes the bytes of the source that are done, and all of its bytes."""
@@ -276,22 +277,15 @@ def build_token_file(
 
 def _failed_write(cache: TokenCache, error: OSError, temporary: Path, done_bytes: int, source_bytes: int) -> RunError:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return RunError(
-            f"a token file could not be written ({error.strerror})",
-            where=str(cache.path),
-            fix=f"set {cache.key} to a folder on a disk that works",
-        )
+        rule = f"a token file could not be written ({error.strerror})"
+        return RunError(rule, where=str(cache.path), fix=f"set {cache.key} to a folder on a disk that works")
     written_bytes = sum(file.stat().st_size for file in temporary.glob("*"))
+    needed_bytes = source_bytes * 2
     if done_bytes:
         needed_bytes = int(written_bytes * source_bytes / done_bytes)
-    else:
-        needed_bytes = source_bytes * 2
-    return RunError(
-        f"the disk is full: the token file needs about {needed_bytes} bytes, "
-        f"{shutil.disk_usage(cache.path).free + written_bytes} are free",
-        where=str(cache.path),
-        fix=f"free some space, or set {cache.key} to a folder on another disk",
-    )
+    free_bytes = shutil.disk_usage(cache.path).free + written_bytes
+    rule = f"the disk is full: the token file needs about {needed_bytes} bytes, {free_bytes} are free"
+    return RunError(rule, where=str(cache.path), fix=f"free some space, or set {cache.key} to a folder on another disk")
 
 
 class _Writer:
@@ -303,11 +297,7 @@ class _Writer:
         self._dtype: Literal["uint16", "uint32"] = "uint32"
         if tokenizer.vocab_size <= 1 << 16:
             self._dtype = "uint16"
-        self._num_tokens = 0
-        self._num_documents = 0
-        self._num_conversations = 0
-        self._num_rendered = 0
-        self._num_loss_tokens = 0
+        self._counts: dict[str, Any] = dict.fromkeys(_COUNTS, 0)
         self._max_token_id = 0
         self._has_mask = False
         self._has_values = False
@@ -324,7 +314,7 @@ class _Writer:
     def add(self, group: Encoded) -> None:
         """Appends documents."""
         tokens = group.tokens.astype(self._dtype, casting="same_kind", copy=False)
-        offsets = self._num_tokens + group.ends
+        offsets = self._counts["num_tokens"] + group.ends
         self._write_mask(len(tokens), group.has_loss)
         self._streams["tokens.bin"].write(np.ascontiguousarray(tokens).data)
         self._streams["offsets.bin"].write(offsets.data)
@@ -333,14 +323,12 @@ class _Writer:
             values = np.zeros(len(offsets), np.float32)
         self._has_values = self._has_values or bool(values.any())
         self._streams[_VALUES].write(values.data)
-        self._num_tokens += len(tokens)
-        self._num_documents += len(offsets)
-        self._num_conversations += group.num_conversations
-        self._num_rendered += group.num_rendered
-        if group.has_loss is None:
-            self._num_loss_tokens += len(tokens)
-        else:
-            self._num_loss_tokens += int(group.has_loss.sum())
+        loss_tokens = len(tokens)
+        if group.has_loss is not None:
+            loss_tokens = int(group.has_loss.sum())
+        added = (len(tokens), len(offsets), group.num_conversations, group.num_rendered, loss_tokens)
+        for name, count in zip(_COUNTS, added, strict=True):
+            self._counts[name] += count
         self._max_token_id = max(self._max_token_id, int(tokens.max(initial=0)))
 
     def _write_mask(self, num_tokens: int, has_loss: np.ndarray | None) -> None:
@@ -349,7 +337,7 @@ class _Writer:
             return
         if not self._has_mask:
             self._has_mask = True
-            self._write_ones(self._num_tokens)
+            self._write_ones(self._counts["num_tokens"])
         if has_loss is None:
             self._write_ones(num_tokens)
         else:
@@ -366,7 +354,7 @@ class _Writer:
         Raises:
             UserError: The corpus contains no text.
         """
-        if self._num_documents == 0:
+        if self._counts["num_documents"] == 0:
             raise no_text_error(source, skipped.num_skipped, str(skipped.first or ""))
         for name, is_needed in (("mask.bin", self._has_mask), (_VALUES, self._has_values)):
             if not is_needed:
@@ -386,11 +374,7 @@ class _Writer:
             os.fsync(stream.fileno())
         meta = TokenFileMeta(
             format_version=FORMAT_VERSION,
-            num_tokens=self._num_tokens,
-            num_documents=self._num_documents,
-            num_conversations=self._num_conversations,
-            num_rendered=self._num_rendered,
-            num_loss_tokens=self._num_loss_tokens,
+            **self._counts,
             num_skipped=skipped.num_skipped,
             first_skipped=replace_surrogates(str(skipped.first or "")),
             max_token_id=self._max_token_id,

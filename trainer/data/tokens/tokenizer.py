@@ -457,10 +457,9 @@ def _special_tokens(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _id_list(value: object) -> list[int]:
+    values = [value]
     if isinstance(value, list):
         values = value
-    else:
-        values = [value]
     return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
 
 
