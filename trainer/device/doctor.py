@@ -214,8 +214,7 @@ def check_device(root: Path, environment: Mapping[str, str]) -> Check:
     if toolkit:
         return Check("device", "warn", f"CPU ({processor_name()}); CANN is installed, but there is no Ascend card",
                      "pass the cards to the container, or use --device_target CPU")
-    gpu = _gpu_name(environment)
-    if gpu:
+    if gpu := _gpu_name(environment):
         return Check("device", "warn", f"CPU ({processor_name()}); {gpu} is not used",
                      f"nothing to do: MindSpore {TESTED_MINDSPORE} has no GPU wheel, training uses the CPU")
     return Check("device", "ok", f"CPU ({processor_name()})")
@@ -327,6 +326,13 @@ def cgroup_memory_left_bytes(root: Path) -> int | None:
     return min((group.left_bytes for group in _limited_groups(root)), default=None)
 
 
+_GROUP_FILES = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Controllers of a group -> its mount, the files of limit and use, and the field of cached files: version 2, then 1."""
+
+
 class _Group(NamedTuple):
     """A control group with a memory limit."""
 
@@ -341,23 +347,15 @@ def _limited_groups(root: Path) -> Iterator[_Group]:
         return
     for membership in memberships:
         _, controllers, path = membership.split(":", 2)
-        if controllers == "":
-            mount = root / "sys/fs/cgroup"
-            limit = "memory.max"
-            used = "memory.current"
-            cached = "inactive_file"
-        elif controllers == "memory":
-            mount = root / "sys/fs/cgroup/memory"
-            limit = "memory.limit_in_bytes"
-            used = "memory.usage_in_bytes"
-            cached = "total_inactive_file"
-        else:
+        if controllers not in _GROUP_FILES:
             continue
+        place, *names = _GROUP_FILES[controllers]
+        mount = root / place
         # Within a container the path is the host's and may not exist here; then the mount itself is the container's.
         folder = mount / path.lstrip("/")
         for ancestor in (folder, *folder.parents):
             if ancestor == mount or mount in ancestor.parents:
-                group = _limited_group(ancestor, limit, used, cached)
+                group = _limited_group(ancestor, *names)
                 if group is not None:
                     yield group
 
@@ -394,8 +392,7 @@ def _available_memory_bytes() -> int:
 def processor_name() -> str:
     """Returns the processor's model name, or else its architecture."""
     with contextlib.suppress(OSError):
-        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if model:
+        if model := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return model[1]
     return platform.machine()
 

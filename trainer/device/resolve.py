@@ -66,8 +66,7 @@ def device_notes(config: Config, device: str) -> Iterator[str]:
     """
     target = config.context.device_target
     obstacle = _obstacle(config)
-    defaults = device_default_note(config, device)
-    if defaults:
+    if defaults := device_default_note(config, device):
         yield defaults
     if device == "Ascend" and SPEED_UP_KEY in (config.context.ascend_config or {}) and not is_semi_auto(config):
         text = f"context.ascend_config.{SPEED_UP_KEY}: not read, only semi-automatic mode has it"
@@ -81,8 +80,7 @@ def device_notes(config: Config, device: str) -> Iterator[str]:
     elif target is None and config.context.device_fallback:
         text = f"context.device_fallback: not used, without {_KEY} a run takes the best device there is"
         yield Note(text, "ignored")
-    unused = unused_keys(config, device)
-    if unused:
+    if unused := unused_keys(config, device):
         yield Note(f"ignored: {', '.join(unused)}: only Ascend devices have it", "ignored")
     settings = [str(call) for call in device_calls(config, device)]
     settings += [f"mindspore.jit {name}={value}" for name, value in jit_options(config, device).items()]
@@ -97,7 +95,6 @@ def _obstacle(config: Config) -> str:
         return ""
     if target == "GPU":
         return _NO_GPU
-    missing = missing_for_ascend(Path("/"), os.environ)
-    if missing:
+    if missing := missing_for_ascend(Path("/"), os.environ):
         return f"this machine has no usable Ascend: {', '.join(missing)}"
     return ""

@@ -137,8 +137,7 @@ def unused_keys(config: Config, device: str) -> list[str]:
     unused = []
     for name in names:
         key = f"context.{name}"
-        location = config.source.where(key)
-        if location:
+        if location := config.source.where(key):
             key += f" ({location})"
         unused.append(key)
     return unused

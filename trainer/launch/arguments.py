@@ -114,12 +114,8 @@ def find_script(name: str) -> Path | None:
             if path.resolve() == PROGRAM:
                 return None
             return path.absolute()
-    raise UserError(
-        f"there is no such file, neither in {working_directory()} nor in {REPOSITORY}",
-        key="script",
-        value=name,
-        fix="write run_trainer.py, or the path of your script",
-    )
+    rule = f"there is no such file, neither in {working_directory()} nor in {REPOSITORY}"
+    raise UserError(rule, key="script", value=name, fix="write run_trainer.py, or the path of your script")
 
 
 def visible_devices() -> tuple[int, ...]:
@@ -151,9 +147,8 @@ def _seconds(where: str, string: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise UserError(
-            "must be a number of seconds, at least 0", where=where, value=string, fix="write 600, or 0: off"
-        )
+        rule = "must be a number of seconds, at least 0"
+        raise UserError(rule, where=where, value=string, fix="write 600, or 0: off")
     return seconds
 
 
@@ -201,9 +196,7 @@ _OPTIONS: Mapping[str, _Option] = {
     "hang_timeout": _Option(
         "SECONDS", "End the job when no step was finished for so long; default 600, 0: never.", _seconds
     ),
-    "max_restarts": _Option(
-        "INT", "Most restarts of a failed job, from its newest checkpoint; default 0.", _integer
-    ),
+    "max_restarts": _Option("INT", "Most restarts of a failed job, from its newest checkpoint; default 0.", _integer),
     "script": _Option("FILE", "A Python file to run instead of run_trainer.py.", lambda where, name: find_script(name)),
 }
 _SWITCHES = ("elastic", "force")
@@ -223,8 +216,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         return options
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output_dir", "--output-dir", nargs="?")
-    output_dir = parser.parse_known_args(arguments)[0].output_dir
-    if output_dir:
+    if output_dir := parser.parse_known_args(arguments)[0].output_dir:
         return replace(options, log_dir=Path(output_dir) / LOG_FOLDER)
     return options
 
@@ -300,24 +292,20 @@ def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> Lau
         ),
     }  # fmt: skip
     if len(words) not in names:
-        raise UserError(
-            "takes 1, 2, 6 or 9 arguments",
-            where="msrun_launcher.sh",
-            key="arguments",
-            value=len(words),
-            fix='write bash scripts/msrun_launcher.sh "run_trainer.py --config FILE" [WORKER_NUM], or with 6: "..." '
-            "WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT, or with 9: "
-            '"..." WORKER_NUM LOCAL_WORKER MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT; '
-            "the first argument in quotes",
+        rule = "takes 1, 2, 6 or 9 arguments"
+        fix = (
+            'write bash scripts/msrun_launcher.sh "run_trainer.py --config FILE" [WORKER_NUM], or with 6: "..." '
+            'WORKER_NUM MASTER_PORT LOG_DIR JOIN CLUSTER_TIME_OUT, or with 9: "..." WORKER_NUM LOCAL_WORKER '
+            "MASTER_ADDR MASTER_PORT NODE_RANK LOG_DIR JOIN CLUSTER_TIME_OUT; the first argument in quotes"
         )
+        raise UserError(rule, where="msrun_launcher.sh", key="arguments", value=len(words), fix=fix)
     order, *strings = words
     script, arguments = split_order(order)
     flags, others = split_options(arguments)  # options that only this launcher has, such as --hang_timeout
     options = LaunchOptions(join=False, script=script, arguments=tuple(others))
     options = _with_values(options, flags, prefix="flag --")
     options = _with_values(options, dict(zip(names[len(words)], strings, strict=True)), prefix="msrun_launcher.sh: ")
-    suffix = environment.get("MF_LOG_SUFFIX", "")
-    if suffix:
+    if suffix := environment.get("MF_LOG_SUFFIX", ""):
         options = replace(options, log_dir=options.log_dir.with_name(f"{options.log_dir.name}_{suffix}"))
     return options
 
@@ -327,20 +315,12 @@ def split_order(order: str) -> tuple[Path | None, list[str]]:
     try:
         words = shlex.split(order)
     except ValueError as error:
-        raise UserError(
-            f"cannot be split into words: {str(error).lower()}",
-            where="msrun_launcher.sh",
-            key="EXECUTE_ORDER",
-            value=order,
-            fix="close every quote",
-        ) from None
+        rule = f"cannot be split into words: {str(error).lower()}"
+        fix = "close every quote"
+        raise UserError(rule, where="msrun_launcher.sh", key="EXECUTE_ORDER", value=order, fix=fix) from None
     if words and words[0] in ("python", "python3"):
         words = words[1:]
     if not words:
-        raise UserError(
-            "is empty",
-            where="msrun_launcher.sh",
-            key="EXECUTE_ORDER",
-            fix='write "run_trainer.py --config configs/quickstart.yaml"',
-        )
+        fix = 'write "run_trainer.py --config configs/quickstart.yaml"'
+        raise UserError("is empty", where="msrun_launcher.sh", key="EXECUTE_ORDER", fix=fix)
     return find_script(words[0]), words[1:]

@@ -198,9 +198,7 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
         output = user_path(arguments.rest[arguments.rest.index("--output") + 1], "flag --output")
         require_new(output, "--output", "--force" in arguments.rest)
     config = load_config(arguments.config, arguments.overrides)
-    world = World(
-        rank=options.ranks.start, size=options.worker_num, local_rank=0, local_size=options.local_worker_num
-    )
+    world = World(rank=options.ranks.start, size=options.worker_num, local_rank=0, local_size=options.local_worker_num)
     logs = Path(config.output_dir).expanduser() / "logs"
     if options.log_dir.expanduser().resolve() == logs.resolve():
         rule = "is where the run itself keeps its logs (output_dir/logs), under the same names"

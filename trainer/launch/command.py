@@ -404,11 +404,8 @@ def stop(folder: Path, timeout_seconds: float = 600.0) -> int:
     deadline = time.monotonic() + timeout_seconds
     while is_alive(state.launcher):
         if time.monotonic() > deadline:
-            raise RunError(
-                f"the job is still running {timeout_seconds:.0f} s after it was asked to stop",
-                key=str(path),
-                fix="run stop again: then the job ends within some seconds",
-            )
+            rule = f"the job is still running {timeout_seconds:.0f} s after it was asked to stop"
+            raise RunError(rule, key=str(path), fix="run stop again: then the job ends within some seconds")
         time.sleep(0.1)
     last_state = read_job_state(path)
     outcome = "ended"

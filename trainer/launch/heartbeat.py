@@ -112,8 +112,7 @@ def restart_info() -> dict[str, Any]:
 
 
 def _announce(kind: AnnouncementKind, number: int) -> None:
-    job = os.environ.get(JOB_VARIABLE)
-    if job:
+    if job := os.environ.get(JOB_VARIABLE):
         path = announcement_file(Path(job), _rank(), kind)
         unfinished = path.with_name(f"{path.name}.new")
         with contextlib.suppress(OSError):

@@ -120,9 +120,8 @@ def prepare_job_folder(files: JobFiles, ranks: range, is_single_node: bool) -> N
             path.rename(path.with_name(f"{path.stem}.{last + 1}{path.suffix}"))
         files.folder.mkdir()
     except FileExistsError:
-        raise UserError(
-            "another job is starting with this folder", key="log_dir", value=str(files.log_dir), fix="use another one"
-        ) from None
+        rule = "another job is starting with this folder"
+        raise UserError(rule, key="log_dir", value=str(files.log_dir), fix="use another one") from None
     except OSError as error:
         raise RunError(f"the folder cannot be written: {error}", key="log_dir", value=str(files.log_dir)) from None
 
@@ -131,12 +130,9 @@ def refuse_running(files: JobFiles) -> None:
     """Raises UserError if a job that uses the folder is running."""
     state = read_job_state(files.folder)
     if state is not None and state.exit_code is None and is_alive(state.launcher):
-        raise UserError(
-            f"a job is running with this folder (launcher: process {state.launcher.pid})",
-            key="log_dir",
-            value=str(files.log_dir),
-            fix=f"use another --log_dir, or end that job with run_trainer.py stop {files.log_dir}",
-        )
+        rule = f"a job is running with this folder (launcher: process {state.launcher.pid})"
+        fix = f"use another --log_dir, or end that job with run_trainer.py stop {files.log_dir}"
+        raise UserError(rule, key="log_dir", value=str(files.log_dir), fix=fix)
 
 
 def write_job_state(files: JobFiles, state: JobState) -> None:
@@ -305,8 +301,7 @@ def failure_lines(outcome: Outcome, log: Path | None, duration_seconds: float) -
     if log is not None:
         lines.append(f"  Log: {log}")
         tail = [f"  | {line}" for line in last_lines(log)]
-        match = _NO_HEARTBEAT.search("\n".join(tail))
-        if match:
+        if match := _NO_HEARTBEAT.search("\n".join(tail)):
             whose = ""
             if match[1]:
                 whose = f" of rank {match[1].replace(', ', ' and ')}"

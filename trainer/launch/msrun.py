@@ -166,8 +166,5 @@ def pick_free_port(host: str = "") -> int:
         port = random.choice(ports)
         if not listen_error(host, port):
             return port
-    raise RunError(
-        f"no free port found among {ports.start} to {ports.stop - 1}",
-        key="master_port",
-        fix="give one with --master_port",
-    )
+    rule = f"no free port found among {ports.start} to {ports.stop - 1}"
+    raise RunError(rule, key="master_port", fix="give one with --master_port")

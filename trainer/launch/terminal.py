@@ -231,8 +231,7 @@ class Screen:
             started, workers: Number of running workers of this host, and of all its workers.
             seconds: Seconds since the job began.
         """
-        text = self._follower.new_text()
-        if text:
+        if text := self._follower.new_text():
             self._spoke = True
             self._show_waiting("")
         self._follower.copy(text)

@@ -439,9 +439,7 @@ class ArrayParts:
         threads.run(row_blocks(slice(0, rows), -(-rows // threads.threads)), run)
         return out_ND
 
-    def _predict_layers(
-        self, layers: Sequence[int], x_ND: np.ndarray, call: PredictionCall, thread: int
-    ) -> np.ndarray:
+    def _predict_layers(self, layers: Sequence[int], x_ND: np.ndarray, call: PredictionCall, thread: int) -> np.ndarray:
         rows = slice(0, len(x_ND))
         for layer in layers:
             weights = self.prediction_call(layer)

@@ -108,9 +108,7 @@ class SublayerOutput(nn.Cell):
     `weights` as in `AttentionLayer`.
     """
 
-    def __init__(
-        self, spec: AttentionSpec | MlpSpec, names: Sequence[str], norm_name: str, kernels: KernelSet
-    ) -> None:
+    def __init__(self, spec: AttentionSpec | MlpSpec, names: Sequence[str], norm_name: str, kernels: KernelSet) -> None:
         super().__init__()
         self.has_norm = spec.post_norm
         self.norm = make_norm(kernels.rms_norm, spec.hidden, spec.norm.rms)

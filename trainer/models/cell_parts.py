@@ -374,9 +374,7 @@ class CellCache:
     `AttentionSpec.cache_widths` has their widths: keys and values, or with MLA latent vectors and rotated keys.
     """
 
-    def __init__(
-        self, layers: int, widths: Sequence[int], kernels: KernelSet, rows: int, capacity: int
-    ) -> None:
+    def __init__(self, layers: int, widths: Sequence[int], kernels: KernelSet, rows: int, capacity: int) -> None:
         self.rows = rows
         self.capacity = capacity
         self.write = kernels.write_rows

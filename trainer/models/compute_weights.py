@@ -143,9 +143,7 @@ class ShardedWeights:
         prefetch: Whether to gather the weights of the next part while one computes; equal on all ranks.
     """
 
-    def __init__(
-        self, parameters: Sequence[Parameter], shards: Mapping[str, OptimizerShard], prefetch: bool
-    ) -> None:
+    def __init__(self, parameters: Sequence[Parameter], shards: Mapping[str, OptimizerShard], prefetch: bool) -> None:
         self.parameters = {each.name: each for each in parameters if each.name in shards}
         self.shards = shards
         self.prefetch = prefetch
@@ -170,8 +168,7 @@ class ShardedWeights:
                 self.all_complete = False
                 self.end_step()
         else:
-            names = [each.name for each in parameters if each.name in self.shards]
-            if names:
+            if names := [each.name for each in parameters if each.name in self.shards]:
                 self.unshard(names)
             try:
                 yield

@@ -205,9 +205,7 @@ class Decoder(DecoderForward):
                 shard,
             )  # fmt: skip
         else:
-            self.parts = CellParts(
-                settings, kernels, self.compute_weights, compiled, again, trained, dropout, shard
-            )
+            self.parts = CellParts(settings, kernels, self.compute_weights, compiled, again, trained, dropout, shard)
         self.run_embedding = self.parts.run_embedding
         self.run_layer = self.parts.run_layer
         self.run_merge = self.parts.run_merge

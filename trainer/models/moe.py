@@ -291,7 +291,7 @@ class MoeLayer(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         moe = moe_config(settings)
-        names = list(moe_shapes(settings))
+        places = {name: place for place, name in enumerate(moe_shapes(settings))}
         tensor = None
         sharing = None
         expert_group = None
@@ -313,16 +313,16 @@ class MoeLayer(nn.Cell):
         self.drop_policy = moe.drop_policy
         self.has_shared = settings.shared_expert_size > 0
         self.losses_of_step = moe.balances_step
-        self.first = names.index("mlp.experts.gate_proj.weight")
-        self.bias = _index(names, EXPERT_BIAS)
-        self.down_bias = _index(names, EXPERT_DOWN_BIAS)
-        self.gate_bias = _index(names, EXPERT_GATE_BIAS)
-        self.up_bias = _index(names, EXPERT_UP_BIAS)
-        self.router_bias = _index(names, ROUTER_BIAS)
+        self.first = places["mlp.experts.gate_proj.weight"]
+        self.bias = places.get(EXPERT_BIAS)
+        self.down_bias = places.get(EXPERT_DOWN_BIAS)
+        self.gate_bias = places.get(EXPERT_GATE_BIAS)
+        self.up_bias = places.get(EXPERT_UP_BIAS)
+        self.router_bias = places.get(ROUTER_BIAS)
         activation = kernels.gated("silu")
         if moe.swiglu_limit is not None:
             activation = ClampedSwiGLU(moe.swiglu_limit, moe.swiglu_alpha)
-        self.first_shared = len(names) - (3 + settings.has_shared_gate)
+        self.first_shared = len(places) - (3 + settings.has_shared_gate)
         local_experts = moe.expert_num
         if expert_group is not None:
             local_experts //= expert_group.size
@@ -458,12 +458,6 @@ class MoeLayer(nn.Cell):
         if self.output_scale != 1:
             added_ND = added_ND * self.output_scale
         return x_ND + added_ND
-
-
-def _index(names: list[str], name: str) -> int | None:
-    if name in names:
-        return names.index(name)
-    return None
 
 
 class MoeFunction:

@@ -98,8 +98,7 @@ def freeze_notes(config: Config) -> Iterator[str]:
             yield "freeze: the output head is the embedding (tie_word_embeddings), so it is frozen with it"
     moe = config.decoder.experts
     if config.trains and moe is not None and moe.balance_via_topk_bias and moe.topk_bias_update_rate:
-        unbalanced = set(config.decoder.moe_layers) - set(balanced_layers(config.decoder, frozen_names(config)))
-        if unbalanced:
+        if unbalanced := set(config.decoder.moe_layers) - set(balanced_layers(config.decoder, frozen_names(config))):
             layers = layer_text(unbalanced)
             yield f"moe_config.balance_via_topk_bias: the expert bias of frozen routers stays fixed ({layers})"
 

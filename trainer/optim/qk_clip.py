@@ -50,10 +50,9 @@ def local_heads(
 
 def exchanged_heads(heads: LocalHeads, ulysses: ProcessGroup) -> LocalHeads:
     """Returns the heads of one of the ranks that exchange heads for tokens (Ulysses), of which all have weights."""
-    return {
-        layer: (first + ulysses.rank * (number // ulysses.size), number // ulysses.size)
-        for layer, (first, number) in heads.items()
-    }
+    rank = ulysses.rank
+    size = ulysses.size
+    return {layer: (first + rank * (number // size), number // size) for layer, (first, number) in heads.items()}
 
 
 class MaxLogits:

@@ -35,6 +35,11 @@ class _Inputs(NamedTuple):
     total_steps: int
     where: Callable[[str], str]
 
+    def error(self, name: str, rule: str, fix: str) -> UserError:
+        """Makes the error for a key of the section."""
+        key = f"lr_schedule.{name}"
+        return UserError(rule, where=self.where(key), key=key, value=getattr(self.section, name), fix=fix)
+
 
 def build_schedule(section: Any, total_steps: int, where: Callable[[str], str] = lambda key: "") -> Schedule:
     """Builds the schedule of an ``lr_schedule`` section; it has no state, so a resumed run needs only the step.
@@ -48,15 +53,15 @@ def build_schedule(section: Any, total_steps: int, where: Callable[[str], str] =
     Raises:
         UserError: The total is below 1, the type is unknown, or two keys contradict each other.
     """
+    inputs = _Inputs(section, schedule_total_steps(section, total_steps), where)
     if section.type not in _BUILDERS:
-        raise UserError(f"is not a known schedule; known are {', '.join(_BUILDERS)}", where=where("lr_schedule.type"),
-                        key="lr_schedule.type", value=section.type, fix="use one of these names")
-    total = schedule_total_steps(section, total_steps)
-    if total < 1:
+        rule = f"is not a known schedule; known are {', '.join(_BUILDERS)}"
+        raise inputs.error("type", rule, "use one of these names")
+    if inputs.total_steps < 1:
         key = "lr_schedule.total_steps"
-        raise UserError("must be at least 1 (-1: the steps of the data set)", where=where(key), key=key, value=total,
-                        fix="leave it at -1 and give the run at least one step")
-    return _BUILDERS[section.type](_Inputs(section, total, where))
+        raise UserError("must be at least 1 (-1: the steps of the data set)", where=where(key), key=key,
+                        value=inputs.total_steps, fix="leave it at -1 and give the run at least one step")
+    return _BUILDERS[section.type](inputs)
 
 
 def schedule_total_steps(section: Any, total_steps: int) -> int:
@@ -152,9 +157,8 @@ def _cosine_until_cut(inputs: _Inputs, decay_steps: int | None, half_waves: Call
     total = inputs.total_steps
     first = warmup_steps(section, total)
     steps = max(1, total - first)
-    if decay_steps is None:
-        cut = total
-    else:
+    cut = total
+    if decay_steps is not None:
         cut = min(decay_steps, total)
     if cut < min(first, total):
         key = "decay_steps"
@@ -214,9 +218,8 @@ def _warm_up_stable_decay(inputs: _Inputs) -> Schedule:
     if section.decay_start_ratio is not None:
         start = int(total * section.decay_start_ratio)
     if start is None:
-        raise UserError("needs decay_start_steps or decay_start_ratio, the step at which decay starts",
-                        where=inputs.where("lr_schedule.type"), key="lr_schedule.type", value=section.type,
-                        fix="add decay_start_ratio: 0.8 to decay over the last fifth of the run")
+        fix = "add decay_start_ratio: 0.8 to decay over the last fifth of the run"
+        raise inputs.error("type", "needs decay_start_steps or decay_start_ratio, the step at which decay starts", fix)
     if start < warmup_steps(section, total):
         key = "decay_start_steps"
         if section.decay_start_ratio is not None:
@@ -324,18 +327,15 @@ def _steps(inputs: _Inputs, steps: int | None, ratio: float | None) -> int | Non
 
 def _refuse_inside_warm_up(inputs: _Inputs, name: str, event: str, step: int) -> NoReturn:
     warm_up_end = warmup_steps(inputs.section, inputs.total_steps)
-    key = f"lr_schedule.{name}"
-    raise UserError(f"the decay would {event} at step {step}, before the warm-up ends at step {warm_up_end}",
-                    where=inputs.where(key), key=key, value=getattr(inputs.section, name),
-                    fix=f"shorten the warm-up or let the decay {event} later")
+    rule = f"the decay would {event} at step {step}, before the warm-up ends at step {warm_up_end}"
+    raise inputs.error(name, rule, f"shorten the warm-up or let the decay {event} later")
 
 
 def _check_end_below_peak(inputs: _Inputs) -> None:
     section = inputs.section
     if section.lr_end >= section.learning_rate:
-        raise UserError(f"must be below learning_rate ({section.learning_rate:g}), from which the decay starts",
-                        where=inputs.where("lr_schedule.lr_end"), key="lr_schedule.lr_end", value=section.lr_end,
-                        fix="lower lr_end or raise learning_rate")
+        rule = f"must be below learning_rate ({section.learning_rate:g}), from which the decay starts"
+        raise inputs.error("lr_end", rule, "lower lr_end or raise learning_rate")
 
 
 _BUILDERS: dict[str, Callable[[_Inputs], Schedule]] = {

@@ -197,9 +197,7 @@ def chat(config: Config, world: World, device: str) -> int:
         print(f"stopped by {stop.received.name}", file=sys.stderr)
         return stop.exit_code
     encode = functools.partial(encode_chat, config, tokenizer, template)
-    session = _ChatSession(
-        tokenizer, encode, generator, make_sampling(config), context, config.decoder.max_new_tokens
-    )
+    session = _ChatSession(tokenizer, encode, generator, make_sampling(config), context, config.decoder.max_new_tokens)
     if not sys.stdin.isatty():
         return _chat_from_pipe(session)
     print(f"Chat with {config.load_checkpoint} ({template.name}, {context} tokens). /help lists the commands,"
@@ -347,8 +345,7 @@ class _ChatSession:
         if len(ids) >= self.context:
             rule = f"the message has {len(ids)} tokens with its template, which leaves no room in {self.context}"
             raise UserError(rule, fix="shorten it, or raise model.model_config.max_decode_length")
-        questions = (conversation.dropped - dropped_before) // 2
-        if questions:
+        if questions := (conversation.dropped - dropped_before) // 2:
             dropped_text = "the oldest question and its answer were dropped"
             if questions > 1:
                 dropped_text = f"the {questions} oldest questions and their answers were dropped"

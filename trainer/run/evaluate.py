@@ -71,17 +71,7 @@ def evaluate_on_all_ranks(
     perplexity_of_tokens = None
     if session.loss is None:
         perplexity_of_tokens = perplexity(result.loss)
-    return EvalMetrics(
-        step=step,
-        epoch=epoch,
-        loss=result.loss,
-        perplexity=perplexity_of_tokens,
-        tokens=result.tokens,
-        seconds=result.seconds,
-        accuracy=result.accuracy,
-        margin=result.margin,
-        kl=result.kl,
-    )
+    return EvalMetrics(step=step, epoch=epoch, perplexity=perplexity_of_tokens, **result._asdict())
 
 
 def _report_batches(batches: Iterable[Batch], count: int, on_batch: Callable[[int, int], None]) -> Iterator[Batch]:

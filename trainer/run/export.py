@@ -176,36 +176,25 @@ def _load_weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], s
 
 
 def _check_class(config: Config) -> None:
-    """Raises a UserError if no class of transformers computes the model of the weights."""
+    """Raises a UserError if no class of transformers computes the model, or finds the last token of an answer."""
+    key = "model.arch.type"
     kind = config.model.arch.type
     saved_as = saved_class(config.decoder, kind)
-    if config.decoder.num_labels and saved_as:
-        _check_score(config, saved_as)
+    rule = ""
     if not saved_as:
         others = ", ".join(class_differences(config.decoder, kind))
         rule = f"no class of transformers computes this model; unlike a {kind} it has {others}"
-        raise UserError(
-            rule, where=config.source.where("model.arch.type"), key="model.arch.type", value=kind,
-            fix="write the weights alone: --output model.safetensors",
-        )  # fmt: skip
-
-
-def _check_score(config: Config, saved_as: str) -> None:
-    """Raises a UserError if transformers has no class for a reward model, or would not find the last token."""
-    key = "model.arch.type"
-    if not has_sequence_classifier(saved_as):
-        raise UserError(
-            f"transformers has no class for a reward model of this family ({sequence_classifier(saved_as)})",
-            where=config.source.where(key), key=key, value=config.model.arch.type,
-            fix="write the weights alone: --output model.safetensors",
-        )  # fmt: skip
-    if score_padding(config, tokenizer_of(config)) is None:
+    elif config.decoder.num_labels and not has_sequence_classifier(saved_as):
+        rule = f"transformers has no class for a reward model of this family ({sequence_classifier(saved_as)})"
+    if rule:
+        fix = "write the weights alone: --output model.safetensors"
+        raise UserError(rule, where=config.source.where(key), key=key, value=kind, fix=fix)
+    if config.decoder.num_labels and score_padding(config, tokenizer_of(config)) is None:
         key = "train_dataset.tokenizer.path"
-        raise UserError(
-            "the tokenizer has no padding token, with which transformers finds the last token of an answer",
-            where=config.source.where(key), key=key, value=config.train_dataset.tokenizer.path,
-            fix="add pad_token to its tokenizer_config.json: a token that ends no answer",
-        )  # fmt: skip
+        rule = "the tokenizer has no padding token, with which transformers finds the last token of an answer"
+        fix = "add pad_token to its tokenizer_config.json: a token that ends no answer"
+        tokenizer = config.train_dataset.tokenizer.path
+        raise UserError(rule, where=config.source.where(key), key=key, value=tokenizer, fix=fix)
 
 
 def _template_notes(config: Config, form: RecordForm | None) -> Iterator[str]:
@@ -236,17 +225,14 @@ def _check(config: Config, output: Path, merge: bool, force: bool) -> None:
     """Raises a UserError if there is nothing to export, or a file exists already."""
     where = config.source.where
     if merge and not config.adapter_id:
-        raise UserError(
-            "there are no adapters to merge", key="--merge", fix="name them: --adapter output/checkpoints"
-        )
+        raise UserError("there are no adapters to merge", key="--merge", fix="name them: --adapter output/checkpoints")
     for key in ("load_checkpoint", "adapter_id"):
         name = getattr(config, key) or ""
         folder = find_adapters(name)
         if folder is not None and (key == "load_checkpoint" or not merge):
-            raise UserError(
-                f"adapters are exported as part of a model, and {folder} has adapters alone",
-                where=where(key), key=key, value=name, fix=_export_commands(config, name, folder, output),
-            )  # fmt: skip
+            rule = f"adapters are exported as part of a model, and {folder} has adapters alone"
+            fix = _export_commands(config, name, folder, output)
+            raise UserError(rule, where=where(key), key=key, value=name, fix=fix)
     if not merge and not config.load_checkpoint:
         fix = "give --load_checkpoint output/checkpoints"
         raise UserError("export needs weights", where=where("load_checkpoint"), key="load_checkpoint", fix=fix)

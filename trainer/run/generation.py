@@ -95,18 +95,10 @@ def make_generator(session: Session, eos_ids: Iterable[int], replica: ModelRepli
 
     build_inputs = session.build_inputs
     assert isinstance(build_inputs, InputBuilder), "a classifier generates no text"
-    native = session.device == "CPU"
-    if session.pipeline is None:
-        return Generator(session.model, build_inputs, list(eos_ids), agree=replica.broadcast_tokens, native=native)
-    return Generator(
-        session.model,
-        build_inputs,
-        list(eos_ids),
-        chunks=session.pipeline.generation_chunks(),
-        share=session.pipeline.share_logits,
-        agree=replica.broadcast_tokens,
-        native=native,
-    )
+    options: dict[str, Any] = {"agree": replica.broadcast_tokens, "native": session.device == "CPU"}
+    if session.pipeline is not None:
+        options |= {"chunks": session.pipeline.generation_chunks(), "share": session.pipeline.share_logits}
+    return Generator(session.model, build_inputs, list(eos_ids), **options)
 
 
 class Sampler:
@@ -120,10 +112,9 @@ class Sampler:
         key = "sample_prompt"
         self.config = config
         self.tokenizer = load_tokenizer(config)
+        self.prompts = list(config.sample_prompt or ())
         if isinstance(config.sample_prompt, str):
             self.prompts = [config.sample_prompt]
-        else:
-            self.prompts = list(config.sample_prompt or ())
         self.encoded: list[list[int]] = []
         self.limits: list[int] = []
         limit = context_length(config)

@@ -15,6 +15,7 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,7 @@ class _SummaryMonitor(Monitor):
         self.summary = summary
 
 
+@dataclass(repr=False, eq=False)
 class Run:
     """A training, by its output folder.
 
@@ -99,10 +101,9 @@ class Run:
         summary: The summary at the end of `train`; None for a run that `load` returned, and if no step was due.
     """
 
-    def __init__(self, folder: Path, exit_code: int = 0, summary: RunSummary | None = None) -> None:
-        self.folder = folder
-        self.exit_code = exit_code
-        self.summary = summary
+    folder: Path
+    exit_code: int = 0
+    summary: RunSummary | None = None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -96,10 +96,9 @@ def read_prompts(config: Config) -> list[Prompt]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"the file of prompts cannot be read as UTF-8 text ({error})",
-            where=where, key="predict_data", value=path, fix="give a text file with one prompt a line",
-        ) from error  # fmt: skip
+        rule = f"the file of prompts cannot be read as UTF-8 text ({error})"
+        fix = "give a text file with one prompt a line"
+        raise UserError(rule, where=where, key="predict_data", value=path, fix=fix) from error
     is_json = path.endswith(".jsonl")
     make_prompt = _prompt
     if is_json:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from trainer.data import IGNORE_INDEX, SequenceDataset, Tokenizer, build_eval_da
 from trainer.data.batches.batch import AnyBatch, PairBatch
 from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.loader import epoch_order
-from trainer.data.batches.packing import RecordWeights
+from trainer.data.batches.packing import PackingReport, RecordWeights
 from trainer.data.datasets import EVAL, TRAIN, find_tokenizer
 from trainer.errors import EXIT_OK, UserError
 from trainer.plan.render import data_source_rows, format_count, record_weight_rows
@@ -133,9 +133,7 @@ def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
     return Preview(rows, _statistics(dataset, tokenizer), tokenizer)
 
 
-def _name_answers(
-    loss: LossConfig | None, batch: AnyBatch, row: int, segments: list[Segment]
-) -> list[Segment]:
+def _name_answers(loss: LossConfig | None, batch: AnyBatch, row: int, segments: list[Segment]) -> list[Segment]:
     """Names the documents that a loss of preferences compares."""
     if loss is None or not isinstance(batch, PairBatch):
         return segments
@@ -177,35 +175,24 @@ def _decode(tokenizer: Tokenizer | TokenIds, ids: Sequence[int]) -> str:
 
 def _statistics(dataset: SequenceDataset, tokenizer: Tokenizer | TokenIds) -> Statistics:
     counts = dataset.count_documents()
-    packed = dataset.packing
+    packed = dataset.packing or PackingReport("none", dataset.num_documents, dataset.num_sequences, padding=0.0)
     values = np.percentile(counts.lengths, _PERCENTILES, method="lower").astype(int).tolist()
     rate = None
     if not isinstance(tokenizer, TokenIds):
         rate = _tokenizing_rate(dataset, tokenizer)
-    statistics = Statistics(
-        packing="none",
-        samples=dataset.num_documents,
+    return Statistics(
+        packing=packed.packing,
+        samples=packed.samples,
         tokens=dataset.num_tokens,
         loss_tokens=counts.loss_tokens,
         sequences=dataset.num_sequences,
-        padding=0.0,
-        truncated=0,
-        dropped=0,
-        bad_records=0,
-        lengths={f"p{percent}": value for percent, value in zip(_PERCENTILES, values, strict=True)},
-        tokenizing_tokens_per_second=rate,
-        sources=getattr(dataset, "shares", ()),
-    )
-    if packed is None:
-        return statistics
-    return replace(
-        statistics,
-        packing=packed.packing,
-        samples=packed.samples,
         padding=packed.padding,
         truncated=packed.truncated,
         dropped=packed.dropped,
         bad_records=packed.bad_records,
+        lengths={f"p{percent}": value for percent, value in zip(_PERCENTILES, values, strict=True)},
+        tokenizing_tokens_per_second=rate,
+        sources=getattr(dataset, "shares", ()),
         weights=packed.weights,
     )
 

@@ -326,8 +326,7 @@ def sync_rank_flags(
 
 def early_stop_reason(job: Job, progress: Progress) -> str:
     """Returns why EarlyStop ends the run after this step; empty if it does not."""
-    reason = progress.evaluations.stop_reason(job.config.early_stop)
-    if reason:
+    if reason := progress.evaluations.stop_reason(job.config.early_stop):
         return f"early stop at step {progress.position.step}: {reason}"
     return ""
 

@@ -113,10 +113,9 @@ def clip(
     if wrapper.clip_type == "value":
         limit = wrapper.clip_value * scale
         return [clip_by_value(gradient, limit) for gradient in gradients], [1.0 / scale] * len(names)
+    norm_of_each = [norms.total] * len(names)
     if wrapper.clip_by_group:
         norm_of_each = [norms.groups[group_of[name]] for name in names]
-    else:
-        norm_of_each = [norms.total] * len(names)
     factors = {norm: clip_coefficient(norm / scale, wrapper.max_grad_norm) / scale for norm in set(norm_of_each)}
     return gradients, [factors[norm] for norm in norm_of_each]
 

@@ -112,11 +112,8 @@ def evaluate(
     if stops:
         return None
     if total == 0:
-        raise RunError(
-            "every label is masked, so there is no loss",
-            key="eval_dataset",
-            fix="add data, raise held_out, or check train_on",
-        )
+        fix = "add data, raise held_out, or check train_on"
+        raise RunError("every label is masked, so there is no loss", key="eval_dataset", fix=fix)
     accuracy = None
     margin = None
     mean = loss_sum / total

@@ -65,23 +65,17 @@ class UpdateGuard:
         scale = self.loss_scale.value
         self.loss_scale.update(overflow=True)
         if self.loss_scale.overflows_in_a_row >= MOST_OVERFLOWS_IN_A_ROW:
-            raise RunError(
-                f"the gradients overflowed in {MOST_OVERFLOWS_IN_A_ROW} consecutive steps (loss scale {scale:g})"
-                f"{first_nonfinite}; the weights were not updated",
-                key="runner_wrapper.scale_sense",
-                fix="lower the learning rate, compute norms and softmax in float32 (amp_level auto), or start from a "
-                "smaller scale",
-            )
+            steps = f"{MOST_OVERFLOWS_IN_A_ROW} consecutive steps (loss scale {scale:g}){first_nonfinite}"
+            rule = f"the gradients overflowed in {steps}; the weights were not updated"
+            ways = "lower the learning rate, compute norms and softmax in float32 (amp_level auto)"
+            raise RunError(rule, key="runner_wrapper.scale_sense", fix=f"{ways}, or start from a smaller scale")
 
     def _nonfinite_error(self, loss: float, norm: float, step: int, first_nonfinite: str) -> RunError:
         ways = ["lower the learning rate", "lengthen the warm-up"]
         if not self.wrapper.use_clip_grad:
             ways.append("turn on runner_wrapper.use_clip_grad")
-        return RunError(
-            f"optimizer step {step}: the loss is {loss} and the gradient norm {norm}"
-            f"{first_nonfinite}; the weights were not updated",
-            fix=f"{', '.join(ways[:-1])} or {ways[-1]}",
-        )
+        rule = f"optimizer step {step}: the loss is {loss} and the gradient norm {norm}{first_nonfinite}"
+        return RunError(f"{rule}; the weights were not updated", fix=f"{', '.join(ways[:-1])} or {ways[-1]}")
 
     def _is_spike(self, norm: float) -> bool:
         wrapper = self.wrapper
@@ -91,21 +85,17 @@ class UpdateGuard:
         self.spikes += 1
         self.spikes_in_a_row += 1
         if self.spikes_in_a_row >= wrapper.global_norm_spike_count_threshold:
-            raise RunError(
-                f"the gradient norm exceeded {wrapper.global_norm_spike_threshold:g} in {self.spikes_in_a_row}"
-                f" consecutive steps ({norm:.3g} in the last); the weights were not updated",
-                key="runner_wrapper.global_norm_spike_threshold",
-                fix="raise the threshold, or lower the learning rate",
-            )
+            steps = f"{self.spikes_in_a_row} consecutive steps ({norm:.3g} in the last)"
+            rule = f"the gradient norm exceeded {wrapper.global_norm_spike_threshold:g} in {steps}"
+            fix = "raise the threshold, or lower the learning rate"
+            key = "runner_wrapper.global_norm_spike_threshold"
+            raise RunError(f"{rule}; the weights were not updated", key=key, fix=fix)
         return True
 
     def state(self) -> dict:
         """Returns the state of the step for a checkpoint, without the optimizer."""
-        return {
-            "loss_scale": self.loss_scale.state(),
-            "spikes": self.spikes,
-            "spikes_in_a_row": self.spikes_in_a_row,
-        }
+        spikes = {"spikes": self.spikes, "spikes_in_a_row": self.spikes_in_a_row}
+        return {"loss_scale": self.loss_scale.state(), **spikes}
 
     def load_state(self, state: Mapping) -> None:
         """Restores what `state` returned."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainer.config.schema.runner import RunnerWrapper
 
+_COUNTS = ("quiet_steps", "overflows_in_a_row", "overflows")
 _SMALLEST = 1.0
 """A dynamic scale does not fall below this value, as in MindSpore's DynamicLossScaleUpdateCell."""
 
@@ -58,21 +59,15 @@ class LossScale:
 
     def state(self) -> dict[str, float]:
         """Returns the state for a checkpoint."""
-        return {
-            "dynamic": self.factor is not None,
-            "value": self.value,
-            "quiet_steps": self.quiet_steps,
-            "overflows_in_a_row": self.overflows_in_a_row,
-            "overflows": self.overflows,
-        }
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {"dynamic": self.factor is not None, "value": self.value, **counts}
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Restores what `state` returned; the value only where both scales are dynamic."""
         if self.factor is not None and state["dynamic"]:
             self.value = float(state["value"])
-        self.quiet_steps = int(state["quiet_steps"])
-        self.overflows_in_a_row = int(state["overflows_in_a_row"])
-        self.overflows = int(state["overflows"])
+        for name in _COUNTS:
+            setattr(self, name, int(state[name]))
 
 
 def build_loss_scale(wrapper: RunnerWrapper) -> LossScale:

@@ -107,9 +107,7 @@ class ChunkCell(nn.Cell):
         part = self.part
         assert self.call is not None
         modules = 0 if self.call.statistics is None else self.model.mtp_modules
-        x_ND, (total, *others) = self.model.run_layers(
-            x, part.layers, part.is_first, part.is_last, modules, self.call
-        )
+        x_ND, (total, *others) = self.model.run_layers(x, part.layers, part.is_first, part.is_last, modules, self.call)
         self.sums = LossSums(None, *others)
         if part.is_last:
             return total

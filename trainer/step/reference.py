@@ -107,8 +107,7 @@ def _compute(
     for done, first in enumerate(starts, start=1):
         end = min(first + size, sequences)
         batch = loader.dataset.batch(range(first, end))
-        missing = first + size - end
-        if missing:
+        if missing := first + size - end:
             batch = concatenate(batch, loader.dataset.padding(missing))
         assert isinstance(batch, PairBatch)
         inputs = build_inputs(batch._replace(reference=np.zeros((size, documents))))

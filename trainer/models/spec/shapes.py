@@ -32,9 +32,7 @@ def parameter_specs(settings: ModelConfig | ClassifierConfig) -> dict[str, Param
     if not isinstance(settings, ClassifierConfig):
         return model_spec(settings).parameters()
     specs = []
-    for (weight, bias), inp, out in zip(
-        classifier_names(settings), settings.sizes, settings.sizes[1:], strict=False
-    ):
+    for (weight, bias), inp, out in zip(classifier_names(settings), settings.sizes, settings.sizes[1:], strict=False):
         specs += [ParameterSpec(weight, (out, inp)), ParameterSpec(bias, (out,), init="zeros", role="bias")]
     return {spec.name: spec for spec in specs}
 

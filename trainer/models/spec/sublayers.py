@@ -117,6 +117,9 @@ def _score_scale(settings: ModelConfig) -> float:
 
 def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -> MlpSpec:
     """Returns the feed-forward sublayer of a dense layer; of the adapters it takes those of its matrices."""
+    matrices: tuple[str, ...] = GATED_MLP
+    if not settings.gated_linear_unit:
+        matrices = UNGATED_MLPS[settings.mlp_names]
     return MlpSpec(
         hidden=settings.hidden_size,
         width=settings.ffn_size,
@@ -125,18 +128,11 @@ def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -
         post_norm=settings.post_mlp_layernorm,
         output_dropout=settings.hidden_dropout,
         output_scale=settings.residual_multiplier,
-        matrices=_mlp_matrices(settings),
+        matrices=matrices,
         activation=settings.activation,
         is_parallel=settings.parallel_attn,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
     )
-
-
-def _mlp_matrices(settings: ModelConfig) -> tuple[str, ...]:
-    """Returns the names of the matrices of a dense feed-forward layer."""
-    if settings.gated_linear_unit:
-        return GATED_MLP
-    return UNGATED_MLPS[settings.mlp_names]
 
 
 def moe_spec(settings: ModelConfig) -> MoeSpec:
