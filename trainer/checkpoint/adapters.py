@@ -78,14 +78,9 @@ _WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 
 
 def load_initial_weights(
-    config: Config,
-    note: Callable[[str], None] | None = None,
-    *,
-    new_modules: bool = True,
-    averages: bool = False,
-    parts: ShardSpecs | None = None,
-    world: World = SINGLE_PROCESS,
-) -> Weights | None:
+    config: Config, note: Callable[[str], None] | None = None, *, new_modules: bool = True, averages: bool = False,
+    parts: ShardSpecs | None = None, world: World = SINGLE_PROCESS,
+) -> Weights | None:  # fmt: skip
     """Loads the initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
 
     Args:
@@ -179,13 +174,9 @@ def check_starting_files(config: Config) -> None:
 
 
 def read_base_weights(
-    config: Config,
-    parts: ShardSpecs | None,
-    world: World,
-    note: Callable[[str], None] | None = None,
-    *,
+    config: Config, parts: ShardSpecs | None, world: World, note: Callable[[str], None] | None = None, *,
     new_modules: bool = True,
-) -> tuple[Weights, Mapping[str, ArrayOrLazyArray]]:
+) -> tuple[Weights, Mapping[str, ArrayOrLazyArray]]:  # fmt: skip
     """Reads the weights of the base model as a run holds them: those of `load_checkpoint`, else of `seed`.
 
     Also returns all of them in float32, for a digest.

@@ -95,22 +95,11 @@ class ResumedCheckpoint:
 
 
 def save_stages(
-    folder: Path,
-    position: Position,
-    saved: CheckpointShard,
-    *,
-    step_state: Mapping[str, Any],
-    config: Config,
-    layout: Mapping[str, Any],
-    base: Mapping[str, Any] | None,
-    initial: Mapping[str, np.ndarray] | None = None,
-    keep_max: int,
-    evaluations: EvalHistory,
-    files: Mapping[str, bytes] | None = None,
-    rank: int = 0,
-    ranks: int = 1,
+    folder: Path, position: Position, saved: CheckpointShard, *, step_state: Mapping[str, Any], config: Config,
+    layout: Mapping[str, Any], base: Mapping[str, Any] | None, initial: Mapping[str, np.ndarray] | None = None,
+    keep_max: int, evaluations: EvalHistory, files: Mapping[str, bytes] | None = None, rank: int = 0, ranks: int = 1,
     beside_training: bool = False,
-) -> Stages:
+) -> Stages:  # fmt: skip
     """Returns the stages of saving a checkpoint of the run. All ranks do them; each writes its shards.
 
     Nothing is written before the first stage starts.
@@ -286,12 +275,9 @@ def errors_at_key(config: Config) -> Iterator[None]:
 
 
 def read_resumed_checkpoint(
-    path: Path,
-    config: Config,
-    layout: Mapping[str, Any],
-    parts: ShardSpecs | None = None,
+    path: Path, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None = None,
     world: World = SINGLE_PROCESS,
-) -> ResumedCheckpoint:
+) -> ResumedCheckpoint:  # fmt: skip
     """Reads the checkpoint in `path` for a run of this configuration.
 
     Args:

@@ -461,14 +461,9 @@ def first_of(names: list[str]) -> str:
 
 
 def read_safetensors(
-    file: Path,
-    where: str,
-    key: str = "load_checkpoint",
-    *,
-    numbers: bool = True,
-    world: World = SINGLE_PROCESS,
+    file: Path, where: str, key: str = "load_checkpoint", *, numbers: bool = True, world: World = SINGLE_PROCESS,
     leave_out: Callable[[str], bool] | None = None,
-) -> dict[str, LazyArray]:
+) -> dict[str, LazyArray]:  # fmt: skip
     """Opens the arrays of a file by name, except those to leave out.
 
     For `numbers` and `world` see `trainer.checkpoint.weights.read_weights`.

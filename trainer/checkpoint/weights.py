@@ -57,12 +57,9 @@ _OTHER_MODULES = "model.mtp_"
 
 
 def open_initial_weights(
-    config: Config,
-    note: Callable[[str], None] | None = None,
-    *,
-    new_modules: bool = True,
+    config: Config, note: Callable[[str], None] | None = None, *, new_modules: bool = True,
     world: World = SINGLE_PROCESS,
-) -> CheckedWeights | None:
+) -> CheckedWeights | None:  # fmt: skip
     """Opens the weights of `load_checkpoint` and checks them against the model, before their numbers are read.
 
     The arguments are those of `trainer.checkpoint.adapters.load_initial_weights`. Returns None if the key is not set.
@@ -177,13 +174,9 @@ class CheckedWeights(NamedTuple):
 
 
 def _fitting_model(
-    config: Config,
-    note: Callable[[str], None] | None = None,
-    *,
-    new_modules: bool = True,
-    numbers: bool = True,
+    config: Config, note: Callable[[str], None] | None = None, *, new_modules: bool = True, numbers: bool = True,
     world: World = SINGLE_PROCESS,
-) -> tuple[CheckedWeights, set[str], set[str]]:
+) -> tuple[CheckedWeights, set[str], set[str]]:  # fmt: skip
     """Opens the weights of `load_checkpoint` and checks them against the model.
 
     Args:
@@ -236,13 +229,9 @@ def _open_weights(
 
 
 def fitting_weights(
-    weights: Mapping[str, ArrayOrLazyArray],
-    settings: ModelConfig | ClassifierConfig,
-    path: Path,
-    where: str = "",
-    key: str = "load_checkpoint",
-    parts: ShardSpecs | None = None,
-) -> dict[str, np.ndarray]:
+    weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig | ClassifierConfig, path: Path, where: str = "",
+    key: str = "load_checkpoint", parts: ShardSpecs | None = None,
+) -> dict[str, np.ndarray]:  # fmt: skip
     """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
 
     `path`, `where` and `key` are for messages; `parts` as in `CheckedWeights.read`.
@@ -257,15 +246,10 @@ def fitting_weights(
 
 
 def _fitting(
-    weights: Mapping[str, ArrayOrLazyArray],
-    shapes: Mapping[str, tuple[int, ...]],
-    settings: ModelConfig | ClassifierConfig,
-    path: Path,
-    where: str,
-    key: str = "load_checkpoint",
-    *,
+    weights: Mapping[str, ArrayOrLazyArray], shapes: Mapping[str, tuple[int, ...]],
+    settings: ModelConfig | ClassifierConfig, path: Path, where: str, key: str = "load_checkpoint", *,
     compare: bool = True,
-) -> CheckedWeights:
+) -> CheckedWeights:  # fmt: skip
     """Checks that a file has the parameters with these shapes in memory; raises a UserError otherwise.
 
     Args:
@@ -358,14 +342,9 @@ def read_checkpoint_weights(
 
 
 def check_weights(
-    weights: Mapping[str, ArrayOrLazyArray],
-    shapes: Mapping[str, tuple[int, ...]],
-    path: Path,
-    where: str = "",
-    key: str = "load_checkpoint",
-    settings: ModelConfig | None = None,
-    fix: str = "",
-) -> None:
+    weights: Mapping[str, ArrayOrLazyArray], shapes: Mapping[str, tuple[int, ...]], path: Path, where: str = "",
+    key: str = "load_checkpoint", settings: ModelConfig | None = None, fix: str = "",
+) -> None:  # fmt: skip
     """Checks that every parameter is there with its shape; the file may also contain a tied head.
 
     `path`, `where`, `key` and `fix` are for messages; `settings` is the model section, None for adapters.

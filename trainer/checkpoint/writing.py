@@ -140,17 +140,10 @@ def unsharded_file(arrays: Mapping[str, np.ndarray]) -> FileShards:
 
 
 def checkpoint_stages(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, np.ndarray] | FileShards],
-    state: Mapping[str, object],
-    keep_max: int,
-    on_stage: OnStage | None = None,
-    documents: Mapping[str, Mapping[str, object] | bytes] | None = None,
-    rank: int = 0,
-    ranks: int = 1,
-    best_steps: Sequence[int] = (),
-) -> Stages:
+    folder: Path, step: int, tensors: Mapping[str, Mapping[str, np.ndarray] | FileShards], state: Mapping[str, object],
+    keep_max: int, on_stage: OnStage | None = None, documents: Mapping[str, Mapping[str, object] | bytes] | None = None,
+    rank: int = 0, ranks: int = 1, best_steps: Sequence[int] = (),
+) -> Stages:  # fmt: skip
     """Saves a checkpoint, removes the oldest ones beyond ``keep_max`` and returns the folder.
 
     Args:
@@ -305,12 +298,9 @@ def _check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def _write_files(
-    unfinished: Path,
-    parts: Mapping[str, FileShards],
-    shared: Sequence[str],
-    files: Mapping[str, bytes],
+    unfinished: Path, parts: Mapping[str, FileShards], shared: Sequence[str], files: Mapping[str, bytes],
     stage: OnStage,
-) -> dict[str, _Written]:
+) -> dict[str, _Written]:  # fmt: skip
     """Writes this rank's shards and other files and flushes them to disk.
 
     Returns:

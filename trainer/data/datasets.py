@@ -260,12 +260,9 @@ def _build_source(
 
 
 def _blend(
-    config: Config,
-    section: str,
-    sources: Sequence[tuple[DataSource, float]],
-    built: Sequence[tuple[SequenceDataset, SequenceDataset | None]],
-    note: OnNote | None,
-) -> tuple[SequenceDataset, SequenceDataset | None]:
+    config: Config, section: str, sources: Sequence[tuple[DataSource, float]],
+    built: Sequence[tuple[SequenceDataset, SequenceDataset | None]], note: OnNote | None,
+) -> tuple[SequenceDataset, SequenceDataset | None]:  # fmt: skip
     """Blends the data sets of several sources by weight; an evaluation reads each of their sequences once."""
     names = [source.name for source, _ in sources]
     weights = [weight for _, weight in sources]

@@ -140,13 +140,9 @@ class AttentionLayer(nn.Cell):
     """
 
     def __init__(
-        self,
-        settings: ModelConfig,
-        kernels: KernelSet,
-        window: int | None = None,
-        tensor: TensorParallel | None = None,
-        is_rotated: bool = True,
-    ) -> None:
+        self, settings: ModelConfig, kernels: KernelSet, window: int | None = None,
+        tensor: TensorParallel | None = None, is_rotated: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         names = block_names(settings)
         spec = attention_spec(settings)
@@ -335,14 +331,9 @@ class Block(nn.Cell):
     """
 
     def __init__(
-        self,
-        settings: ModelConfig,
-        kernels: KernelSet,
-        part: str = "block",
-        window: int | None = None,
-        tensor: TensorParallel | None = None,
-        is_rotated: bool = True,
-    ) -> None:
+        self, settings: ModelConfig, kernels: KernelSet, part: str = "block", window: int | None = None,
+        tensor: TensorParallel | None = None, is_rotated: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.has_attention = part in ("block", "attention")
         self.has_mlp = part in ("block", "mlp")

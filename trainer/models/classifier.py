@@ -104,14 +104,9 @@ class Classifier(nn.Cell):
     mtp_modules = 0
 
     def __init__(
-        self,
-        settings: ClassifierConfig,
-        kernels: KernelSet,
-        *,
-        seed: int,
-        compiled: Compiled = True,
+        self, settings: ClassifierConfig, kernels: KernelSet, *, seed: int, compiled: Compiled = True,
         frozen: Collection[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(auto_prefix=False)
         self.settings = settings
         self.kernels = kernels

@@ -57,14 +57,9 @@ class ModelParams:
     sharded: ShardedWeights | None = None
 
     def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        dtype: mstype.Type,
-        specs: Mapping[str, ParameterSpec],
-        *,
-        experts: bool = False,
-        shared: Collection[str] = (),
-    ) -> None:
+        self, parameters: Mapping[str, Parameter], dtype: mstype.Type, specs: Mapping[str, ParameterSpec], *,
+        experts: bool = False, shared: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.main_params = parameters
         self.dtype = dtype
         self.copies: dict[str, Parameter] = {}

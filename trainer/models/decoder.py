@@ -157,17 +157,10 @@ class Decoder(DecoderForward):
     """
 
     def __init__(
-        self,
-        settings: ModelConfig,
-        kernels: KernelSet,
-        *,
-        seed: int,
-        compiled: Compiled = True,
-        frozen: Collection[str] = (),
-        recomputed: Sequence[str] = (),
-        shard: RankModelShard | None = None,
+        self, settings: ModelConfig, kernels: KernelSet, *, seed: int, compiled: Compiled = True,
+        frozen: Collection[str] = (), recomputed: Sequence[str] = (), shard: RankModelShard | None = None,
         dtypes: Mapping[str, BaseDtype] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         spec = model_spec(settings)
         super().__init__(settings, spec.num_layers, spec.mtp_modules)
         self.shard = shard

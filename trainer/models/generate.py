@@ -107,15 +107,11 @@ class Generator:
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        build_inputs: InputBuilder,
-        eos_ids: Sequence[int],
+        self, model: Decoder, build_inputs: InputBuilder, eos_ids: Sequence[int],
         chunks: Sequence[StageChunk] | None = None,
         share: Callable[[np.ndarray | None], np.ndarray | None] = lambda logits_BV: logits_BV,
-        agree: Callable[[list[int | None]], list[int | None]] = lambda tokens: tokens,
-        native: bool | None = None,
-    ) -> None:
+        agree: Callable[[list[int | None]], list[int | None]] = lambda tokens: tokens, native: bool | None = None,
+    ) -> None:  # fmt: skip
         self.eos_ids = frozenset(eos_ids)
         self.share = share
         self.agree = agree

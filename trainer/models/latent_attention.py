@@ -45,12 +45,9 @@ class LatentAttentionLayer(nn.Cell):
     """Key/value heads of the cache, which holds the vectors that all heads share."""
 
     def __init__(
-        self,
-        settings: ModelConfig,
-        kernels: KernelSet,
-        window: int | None = None,
+        self, settings: ModelConfig, kernels: KernelSet, window: int | None = None,
         tensor: TensorParallel | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         spec = attention_spec(settings)
         if tensor is not None:

@@ -472,15 +472,9 @@ class MoeFunction:
     """
 
     def __init__(
-        self,
-        function: MoeLayer,
-        layer: int,
-        weights: Sequence[Parameter],
-        capacity: Callable[[int], int | None],
-        *,
-        reached: bool,
-        recomputed: bool,
-    ) -> None:
+        self, function: MoeLayer, layer: int, weights: Sequence[Parameter], capacity: Callable[[int], int | None], *,
+        reached: bool, recomputed: bool,
+    ) -> None:  # fmt: skip
         self.function = function
         self.layer = layer
         self.weights = weights
@@ -489,12 +483,9 @@ class MoeFunction:
         self.keeps_activations = reached and not recomputed
 
     def __call__(
-        self,
-        x_ND: Tensor,
-        sequence_weights: SequenceWeights | None = None,
-        mask: Callable[[], Tensor | None] = lambda: None,
-        statistics: RouterStatistics | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, x_ND: Tensor, sequence_weights: SequenceWeights | None = None,
+        mask: Callable[[], Tensor | None] = lambda: None, statistics: RouterStatistics | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Returns the residual stream, the auxiliary loss and the z-loss.
 
         Args:

@@ -25,13 +25,9 @@ class AdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        groups: Sequence[ParameterGroup],
-        settings: OptimizerConfig,
-        device: str | None = None,
-        shards: Mapping[str, OptimizerShard] | None = None,
-    ) -> None:
+        self, parameters: Mapping[str, Parameter], groups: Sequence[ParameterGroup], settings: OptimizerConfig,
+        device: str | None = None, shards: Mapping[str, OptimizerShard] | None = None,
+    ) -> None:  # fmt: skip
         """Loads the update kernel of `device` (None: MindSpore's current target) and creates the state."""
         first, second = settings.betas
         self.apply = load_adamw((first, second), settings.eps, device)

@@ -32,12 +32,9 @@ class Optimizer(ABC):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        groups: Sequence[ParameterGroup],
-        state_names: Sequence[str],
+        self, parameters: Mapping[str, Parameter], groups: Sequence[ParameterGroup], state_names: Sequence[str],
         shards: Mapping[str, OptimizerShard] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.parameters = dict(parameters)
         self.shards = dict(shards or {})
         # A slice is a view, which copy_ refuses on a CPU; ops.assign is a legacy kernel on an Ascend.

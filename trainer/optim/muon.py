@@ -40,14 +40,10 @@ class Muon(Optimizer):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        groups: Sequence[ParameterGroup],
-        settings: OptimizerConfig,
-        compiled: bool = True,
-        shards: Mapping[str, OptimizerShard] | None = None,
+        self, parameters: Mapping[str, Parameter], groups: Sequence[ParameterGroup], settings: OptimizerConfig,
+        compiled: bool = True, shards: Mapping[str, OptimizerShard] | None = None,
         parts: TensorShardedMatrices | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(parameters, groups, (), shards)
         self.parts = parts
         by_muon = {name for group in groups if group.optimizer == "Muon" for name in group.parameters}

@@ -25,12 +25,9 @@ class SGD(Optimizer):
     """Gradient descent with momentum, see `trainer.ops.updates.momentum`."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        groups: Sequence[ParameterGroup],
-        settings: OptimizerConfig,
+        self, parameters: Mapping[str, Parameter], groups: Sequence[ParameterGroup], settings: OptimizerConfig,
         shards: Mapping[str, OptimizerShard] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(parameters, groups, STATE_NAMES["SGD"], shards)
         self.apply = load_momentum(settings.momentum, settings.nesterov)
 
@@ -43,13 +40,10 @@ class SGD(Optimizer):
 
 
 def build_optimizer(
-    parameters: Mapping[str, Parameter],
-    groups: Sequence[ParameterGroup],
-    settings: OptimizerConfig,
-    compiled: bool = True,
-    shards: Mapping[str, OptimizerShard] | None = None,
+    parameters: Mapping[str, Parameter], groups: Sequence[ParameterGroup], settings: OptimizerConfig,
+    compiled: bool = True, shards: Mapping[str, OptimizerShard] | None = None,
     parts: TensorShardedMatrices | None = None,
-) -> Optimizer:
+) -> Optimizer:  # fmt: skip
     """Builds the optimizer that `settings.type` names.
 
     Args:

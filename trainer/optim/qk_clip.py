@@ -98,13 +98,9 @@ class QkClip:
     """
 
     def __init__(
-        self,
-        threshold: float,
-        attention: AttentionSpec,
-        heads: LocalHeads,
-        parameters: Mapping[str, Parameter],
+        self, threshold: float, attention: AttentionSpec, heads: LocalHeads, parameters: Mapping[str, Parameter],
         ranges: Mapping[str, slice],
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert attention.latent is not None, "the configuration clips latent attention only"
         self.threshold = threshold
         self.latent = attention.latent

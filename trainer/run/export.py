@@ -83,14 +83,9 @@ class ExportResult:
 
 
 def export(
-    config: Config,
-    output: Path,
-    *,
-    merge: bool,
-    force: bool = False,
-    dtype: str = "float32",
+    config: Config, output: Path, *, merge: bool, force: bool = False, dtype: str = "float32",
     shard_bytes: int = SHARD_BYTES,
-) -> ExportResult:
+) -> ExportResult:  # fmt: skip
     """Writes the weights of `load_checkpoint`.
 
     Args:

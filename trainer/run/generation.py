@@ -214,13 +214,9 @@ def encode_prompt(config: Config, tokenizer: Tokenizer, text: str, *, with_bos: 
 
 
 def encode_chat(
-    config: Config,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None = None,
-    where: str = "",
-) -> list[int]:
+    config: Config, tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None, where: str = "",
+) -> list[int]:  # fmt: skip
     """Returns the tokens of a conversation up to the beginning of the assistant's answer.
 
     Args:

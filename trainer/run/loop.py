@@ -172,12 +172,9 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
 
 
 def _train(
-    job: Job,
-    progress: Progress,
-    weights: dict[str, np.ndarray] | None,
-    resumed: ResumedCheckpoint | None,
+    job: Job, progress: Progress, weights: dict[str, np.ndarray] | None, resumed: ResumedCheckpoint | None,
     totals: Totals,
-) -> tuple[int, RunSummary | None]:
+) -> tuple[int, RunSummary | None]:  # fmt: skip
     """Builds the engine and trains with it.
 
     Returns the exit code and the summary. The summary is None if a signal stops the run before its first step.

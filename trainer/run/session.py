@@ -117,12 +117,9 @@ class Session:
 
 
 def open_session(
-    config: Config,
-    weights: Mapping[str, np.ndarray] | None = None,
-    world: World = SINGLE_PROCESS,
-    device: str | None = None,
-    group: ProcessGroup | None = None,
-) -> Session:
+    config: Config, weights: Mapping[str, np.ndarray] | None = None, world: World = SINGLE_PROCESS,
+    device: str | None = None, group: ProcessGroup | None = None,
+) -> Session:  # fmt: skip
     """Sets up the device, finds the other ranks and builds the model.
 
     Args:
@@ -186,11 +183,8 @@ def _local_shard(config: Config, communicator: Communicator) -> RankModelShard |
 
 
 def build_model(
-    config: Config,
-    kernels: KernelSet,
-    device: str = "CPU",
-    shard: RankModelShard | None = None,
-) -> tuple[Model, InputBuilder | ImageInputBuilder]:
+    config: Config, kernels: KernelSet, device: str = "CPU", shard: RankModelShard | None = None,
+) -> tuple[Model, InputBuilder | ImageInputBuilder]:  # fmt: skip
     """Builds the model with the weights of `seed`, and the builder of its inputs.
 
     Args:
@@ -265,13 +259,9 @@ def check_same_weights(model: Decoder, communicator: Communicator) -> None:
 
 
 def open_training(
-    config: Config,
-    schedule: Callable[[int], float],
-    weights: Mapping[str, np.ndarray] | None = None,
-    world: World = SINGLE_PROCESS,
-    device: str | None = None,
-    group: ProcessGroup | None = None,
-) -> TrainStep:
+    config: Config, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None = None,
+    world: World = SINGLE_PROCESS, device: str | None = None, group: ProcessGroup | None = None,
+) -> TrainStep:  # fmt: skip
     """Builds the model and the optimizer of its trainable weights, and returns the training step.
 
     Args:
@@ -342,12 +332,9 @@ def can_prefetch_weights(communicator: Communicator) -> bool:
 
 
 def optimizer_shards(
-    communicator: Communicator,
-    threshold_bytes: int,
-    parameters: Mapping[str, Parameter],
-    gatherer: Callable[[ProcessGroup], Callable] | None = None,
-    shards_weights: bool = False,
-) -> dict[str, OptimizerShard]:
+    communicator: Communicator, threshold_bytes: int, parameters: Mapping[str, Parameter],
+    gatherer: Callable[[ProcessGroup], Callable] | None = None, shards_weights: bool = False,
+) -> dict[str, OptimizerShard]:  # fmt: skip
     """Returns, by parameter name, how this rank shards the optimizer state with its data-parallel ranks.
 
     Parameters that are not sharded are missing. Parameters of the same group of ranks have the same value, because

@@ -105,18 +105,12 @@ def count_loss_tokens(batch: Batch) -> int:
 
 
 def accumulate(
-    micro_batches: Sequence[Batch],
-    backward: Callable[[Batch, int, Tensor], MicroBatch],
-    loss_scale: float = 1.0,
-    communicator: Communicator | None = None,
-    skips_empty: bool = True,
-    reducer: GradientReducer | None = None,
-    norm_groups: NormGroups | None = None,
-    rank_flags: RankFlags | None = None,
-    norm_contribution: NormContribution | None = None,
-    run_pipeline: PipelineRun | None = None,
+    micro_batches: Sequence[Batch], backward: Callable[[Batch, int, Tensor], MicroBatch], loss_scale: float = 1.0,
+    communicator: Communicator | None = None, skips_empty: bool = True, reducer: GradientReducer | None = None,
+    norm_groups: NormGroups | None = None, rank_flags: RankFlags | None = None,
+    norm_contribution: NormContribution | None = None, run_pipeline: PipelineRun | None = None,
     count_items: Callable[[Batch], float] = count_loss_tokens,
-) -> StepGradients:
+) -> StepGradients:  # fmt: skip
     """Runs forward and backward passes of a step, and sums gradients over its micro-batches and then over the ranks.
 
     The loss tokens of all ranks are summed before the first backward pass; on a device the host does not wait for it.
@@ -164,13 +158,9 @@ def accumulate(
 
 
 def _run_in_turn(
-    micro_batches: Sequence[Batch],
-    numbers: Sequence[int],
-    backward: Callable[[Batch, int, Tensor], MicroBatch],
-    factor: Tensor,
-    reducer: GradientReducer,
-    results: MicroBatchTotals,
-) -> ReducedGradients:
+    micro_batches: Sequence[Batch], numbers: Sequence[int], backward: Callable[[Batch, int, Tensor], MicroBatch],
+    factor: Tensor, reducer: GradientReducer, results: MicroBatchTotals,
+) -> ReducedGradients:  # fmt: skip
     """Runs the micro-batches with these numbers one after the other."""
     total = None
     for number in numbers[:-1]:
@@ -209,15 +199,10 @@ class MicroBatchTotals:
 
 
 def _reduce_and_read(
-    totals: np.ndarray | Tensor,
-    local_items: float,
-    results: MicroBatchTotals,
-    reduced: ReducedGradients,
-    communicator: Communicator,
-    norm_groups: NormGroups | None,
-    rank_flags: RankFlags | None,
+    totals: np.ndarray | Tensor, local_items: float, results: MicroBatchTotals, reduced: ReducedGradients,
+    communicator: Communicator, norm_groups: NormGroups | None, rank_flags: RankFlags | None,
     norm_contribution: NormContribution | None,
-) -> StepGradients:
+) -> StepGradients:  # fmt: skip
     """Sums the results over the ranks and copies what the host needs to the host."""
     measures = metric_functions()
     others = results.others

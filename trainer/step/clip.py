@@ -89,13 +89,9 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def clip(
-    gradients: Sequence[Tensor],
-    norms: GradientNorms,
-    names: Sequence[str],
-    wrapper: RunnerWrapper,
-    group_of: Mapping[str, str],
-    scale: float = 1.0,
-) -> tuple[Sequence[Tensor], list[float]]:
+    gradients: Sequence[Tensor], norms: GradientNorms, names: Sequence[str], wrapper: RunnerWrapper,
+    group_of: Mapping[str, str], scale: float = 1.0,
+) -> tuple[Sequence[Tensor], list[float]]:  # fmt: skip
     """Clips the gradients of a step as configured in `runner_wrapper`.
 
     Args:

@@ -53,14 +53,10 @@ class EvaluationResult(NamedTuple):
 
 
 def evaluate(
-    model: Callable[[ModelInputs], LossSums],
-    build_inputs: Callable[[Any], Any],
-    batches: Iterable[Batch],
-    stop: Callable[[], bool],
-    communicator: Communicator | None = None,
-    computes_together: bool = False,
+    model: Callable[[ModelInputs], LossSums], build_inputs: Callable[[Any], Any], batches: Iterable[Batch],
+    stop: Callable[[], bool], communicator: Communicator | None = None, computes_together: bool = False,
     loss: LossConfig | None = None,
-) -> EvaluationResult | None:
+) -> EvaluationResult | None:  # fmt: skip
     """Computes the mean loss over the loss tokens of all ranks; None if `stop` ended it early on any rank.
 
     Args:

@@ -149,15 +149,10 @@ class Stage:
         return operation(cell)
 
     def train(
-        self,
-        micro_batches: int,
-        make_call: Callable[[int], DecoderCall],
-        factor: Tensor,
-        send: Callable[[int, Tensor], None],
-        on_forward: OnForward,
-        totals: dict[str, Tensor],
+        self, micro_batches: int, make_call: Callable[[int], DecoderCall], factor: Tensor,
+        send: Callable[[int, Tensor], None], on_forward: OnForward, totals: dict[str, Tensor],
         local_gradient: Callable[[str, Tensor], Tensor],
-    ) -> Passes[None]:
+    ) -> Passes[None]:  # fmt: skip
         """Runs all forward and backward passes of a step.
 
         Args:
@@ -224,13 +219,9 @@ class Stage:
         return sums
 
     def _add_gradients(
-        self,
-        chunk: int,
-        x: Tensor,
-        sens: Tensor | tuple,
-        totals: dict[str, Tensor],
+        self, chunk: int, x: Tensor, sens: Tensor | tuple, totals: dict[str, Tensor],
         local_gradient: Callable[[str, Tensor], Tensor],
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         """Runs the backward pass of the forward pass with this input; returns the input's gradient, if it has one."""
         part = self.parts[chunk]
         if part.is_empty:
@@ -265,14 +256,9 @@ class Pipeline:
     group: ProcessGroup
 
     def train(
-        self,
-        micro_batches: int,
-        make_call: Callable[[int], DecoderCall],
-        factor: Tensor,
-        on_forward: OnForward,
-        names: Sequence[str],
-        local_gradient: Callable[[int, Tensor], Tensor],
-    ) -> tuple[list[Tensor], float | None]:
+        self, micro_batches: int, make_call: Callable[[int], DecoderCall], factor: Tensor, on_forward: OnForward,
+        names: Sequence[str], local_gradient: Callable[[int, Tensor], Tensor],
+    ) -> tuple[list[Tensor], float | None]:  # fmt: skip
         """Runs all passes of a step, see `Stage.train`.
 
         Args:

@@ -46,14 +46,9 @@ def digest_of_weights(parameters: Mapping[str, Parameter | FrozenMatrix]) -> str
 
 
 def attach_reference(
-    model: Callable[[Any], Any],
-    build_inputs: Callable[[Any], Any],
-    loader: BatchLoader,
-    weights: str,
-    folder: Path,
-    communicator: Communicator,
-    on_batch: Callable[[int, int], None],
-) -> None:
+    model: Callable[[Any], Any], build_inputs: Callable[[Any], Any], loader: BatchLoader, weights: str, folder: Path,
+    communicator: Communicator, on_batch: Callable[[int, int], None],
+) -> None:  # fmt: skip
     """Sets the log-probabilities of the sequences of a loader: those of the file, or new ones, which the ranks share.
 
     Args:
@@ -91,13 +86,9 @@ def _describe_data(loader: BatchLoader, sequences: int) -> tuple[int, str]:
 
 
 def _compute(
-    model: Callable[[Any], Any],
-    build_inputs: Callable[[Any], Any],
-    loader: BatchLoader,
-    shape: tuple[int, int],
-    communicator: Communicator,
-    on_batch: Callable[[int, int], None],
-) -> np.ndarray:
+    model: Callable[[Any], Any], build_inputs: Callable[[Any], Any], loader: BatchLoader, shape: tuple[int, int],
+    communicator: Communicator, on_batch: Callable[[int, int], None],
+) -> np.ndarray:  # fmt: skip
     """Computes the log-probabilities of all documents; each rank has every n-th batch."""
     sequences, documents = shape
     size = loader.batch_size

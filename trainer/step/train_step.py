@@ -145,25 +145,13 @@ class TrainStep:
     computes_together = False  # ranks evaluate different batches
 
     def __init__(
-        self,
-        model: Decoder,
-        optimizer: Optimizer,
-        schedule: Callable[[int], float],
-        build_inputs: Callable[[Any], Any],
-        wrapper: RunnerWrapper,
-        *,
-        seed: int = 1,
-        communicator: Communicator | None = None,
-        stop_at_bad_loss: bool = False,
-        pipeline: Pipeline | None = None,
-        shards_gradients: bool = False,
-        qk_clip_threshold: float | None = None,
-        measures_logits: bool = False,
-        averages: WeightAverages | None = None,
-        loss: LossConfig | None = None,
-        has_weights: bool = False,
+        self, model: Decoder, optimizer: Optimizer, schedule: Callable[[int], float],
+        build_inputs: Callable[[Any], Any], wrapper: RunnerWrapper, *, seed: int = 1,
+        communicator: Communicator | None = None, stop_at_bad_loss: bool = False, pipeline: Pipeline | None = None,
+        shards_gradients: bool = False, qk_clip_threshold: float | None = None, measures_logits: bool = False,
+        averages: WeightAverages | None = None, loss: LossConfig | None = None, has_weights: bool = False,
         teacher: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.averages = averages
         self.model = model
         self.optimizer = optimizer
@@ -356,13 +344,9 @@ class TrainStep:
         return divergence(total, count)
 
     def run_pipeline(
-        self,
-        pipeline: Pipeline,
-        micro_batches: Sequence[Batch],
-        numbers: Sequence[int],
-        factor: Tensor,
+        self, pipeline: Pipeline, micro_batches: Sequence[Batch], numbers: Sequence[int], factor: Tensor,
         results: MicroBatchTotals,
-    ) -> tuple[list[Tensor], float | None]:
+    ) -> tuple[list[Tensor], float | None]:  # fmt: skip
         """Runs this stage's passes of the micro-batches `numbers`, see `trainer.step.accumulate.PipelineRun`."""
         batches = [micro_batches[number] for number in numbers]
         settings = self.model.settings

@@ -114,14 +114,9 @@ def _find_source(path: Path, where: str, key: str) -> Source | None:
 
 
 def open_source(
-    source: Source,
-    where: str,
-    strategy: str = "",
-    *,
-    kind: str = "",
-    numbers: bool = True,
+    source: Source, where: str, strategy: str = "", *, kind: str = "", numbers: bool = True,
     world: World = SINGLE_PROCESS,
-) -> tuple[dict[str, SourceTensor], str]:
+) -> tuple[dict[str, SourceTensor], str]:  # fmt: skip
     """Opens the weights of a checkpoint, or arrays of its optimizer, unsharded, under the names of its parameters.
 
     Args:
@@ -213,14 +208,9 @@ def _open_iteration(path: Path, open_file: OpenFile, where: str, kind: str) -> d
 
 
 def _iteration_tensor(
-    path: Path,
-    name: str,
-    tensor: _Tensor,
-    places: Mapping[str, list[_Place]],
-    open_file: OpenFile,
-    where: str,
+    path: Path, name: str, tensor: _Tensor, places: Mapping[str, list[_Place]], open_file: OpenFile, where: str,
     kind: str,
-) -> SourceTensor:
+) -> SourceTensor:  # fmt: skip
     """Opens a tensor of metadata.json from the first file that has each of its shards."""
     shards = {}
     first = ""
@@ -247,13 +237,8 @@ def _iteration_tensor(
 
 
 def _merge_tensor(
-    path: Path,
-    name: str,
-    shape: tuple[int, ...],
-    shards: Mapping[tuple[int, ...], LazyArray],
-    file: str,
-    where: str,
-) -> SourceTensor:
+    path: Path, name: str, shape: tuple[int, ...], shards: Mapping[tuple[int, ...], LazyArray], file: str, where: str,
+) -> SourceTensor:  # fmt: skip
     """Returns a tensor of its shards; raises a UserError if some are missing."""
     if not _is_tiled(shape, shards):
         rule = f"{len(shards)} shards of {name} (the first in {file}) are not all of a tensor of shape {list(shape)}"

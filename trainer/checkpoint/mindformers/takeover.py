@@ -31,12 +31,9 @@ _FROM_BEGINNING = "--ignore_data_skip to start the data from its beginning"
 
 
 def read_training(
-    path: Path,
-    config: Config,
-    layout: Mapping[str, Any],
-    parts: ShardSpecs | None = None,
+    path: Path, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None = None,
     world: World = SINGLE_PROCESS,
-) -> ResumedCheckpoint:
+) -> ResumedCheckpoint:  # fmt: skip
     """Reads the checkpoint in `path`, of either program, for a run of this configuration.
 
     The arguments and errors are those of `read_resumed_checkpoint`.
@@ -49,13 +46,8 @@ def read_training(
 
 
 def _taken_over(
-    source: Source,
-    config: Config,
-    layout: Mapping[str, Any],
-    parts: ShardSpecs | None,
-    world: World,
-    where: str,
-) -> ResumedCheckpoint:
+    source: Source, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None, world: World, where: str,
+) -> ResumedCheckpoint:  # fmt: skip
     """Reads weights, optimizer state and position of a training of MindSpore Transformers."""
     path = source.path
     counters = read_counters(source)

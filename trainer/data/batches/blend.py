@@ -40,12 +40,9 @@ class BlendedDataset:
     """
 
     def __init__(
-        self,
-        datasets: Sequence[SequenceDataset],
-        names: Sequence[str],
-        weights: Sequence[float] | None,
+        self, datasets: Sequence[SequenceDataset], names: Sequence[str], weights: Sequence[float] | None,
         limit: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._datasets = tuple(datasets)
         sizes = [dataset.num_sequences for dataset in datasets]
         self._starts = np.cumsum([0, *sizes])

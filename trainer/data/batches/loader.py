@@ -80,14 +80,9 @@ def _evaluation(config: Config, dataset: SequenceDataset | None, ranks: DataPara
 
 
 def _loader(
-    config: Config,
-    section: str,
-    dataset: SequenceDataset,
-    ranks: DataParallelRank,
-    *,
-    shuffle: bool,
+    config: Config, section: str, dataset: SequenceDataset, ranks: DataParallelRank, *, shuffle: bool,
     keep_all: bool = False,
-) -> BatchLoader:
+) -> BatchLoader:  # fmt: skip
     settings = getattr(config, section)
     size = batch_size(config, section)
     drop_remainder = settings.drop_remainder and not keep_all

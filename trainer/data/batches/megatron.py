@@ -57,16 +57,9 @@ class SampleOrder:
     """
 
     def __init__(
-        self,
-        indexed: IndexedTokens,
-        documents: tuple[int, int],
-        seq_length: int,
-        num_samples: int | None,
-        seed: int,
-        *,
-        extra: int = 1,
-        keep_partial: bool = False,
-    ) -> None:
+        self, indexed: IndexedTokens, documents: tuple[int, int], seq_length: int, num_samples: int | None, seed: int,
+        *, extra: int = 1, keep_partial: bool = False,
+    ) -> None:  # fmt: skip
         self.indexed = indexed
         self.seq_length = seq_length
         self.extra = extra
@@ -170,15 +163,9 @@ class MegatronDataset(SequenceDataset):
     """
 
     def __init__(
-        self,
-        parts: Sequence[SampleOrder],
-        source_of_sequence: np.ndarray | None,
-        weights: Sequence[float] | None,
-        num_sequences: int,
-        masking: EodMasking,
-        vocab_size: int,
-        settings: str,
-    ) -> None:
+        self, parts: Sequence[SampleOrder], source_of_sequence: np.ndarray | None, weights: Sequence[float] | None,
+        num_sequences: int, masking: EodMasking, vocab_size: int, settings: str,
+    ) -> None:  # fmt: skip
         self._parts = tuple(parts)
         self._masking = masking
         self._vocab_size = vocab_size

@@ -144,15 +144,9 @@ class TokenDataset(_TokenFileDataset):
     """
 
     def __init__(
-        self,
-        token_file: TokenFile,
-        spans: DocumentSpans,
-        seq_length: int,
-        *,
-        keep_tail: bool = False,
-        limit: int | None = None,
-        kind: type[AnyBatch] = Batch,
-    ) -> None:
+        self, token_file: TokenFile, spans: DocumentSpans, seq_length: int, *, keep_tail: bool = False,
+        limit: int | None = None, kind: type[AnyBatch] = Batch,
+    ) -> None:  # fmt: skip
         self._kind = kind
         self.seq_length = seq_length
         self.num_documents = len(spans.lengths)
@@ -213,16 +207,10 @@ class PackedDataset(_TokenFileDataset):
     """
 
     def __init__(
-        self,
-        token_file: TokenFile,
-        spans: DocumentSpans,
-        seq_length: int,
-        *,
-        packing: Literal["whole", "none"] = "whole",
-        limit: int | None = None,
-        fitted: FittedSpans | None = None,
+        self, token_file: TokenFile, spans: DocumentSpans, seq_length: int, *,
+        packing: Literal["whole", "none"] = "whole", limit: int | None = None, fitted: FittedSpans | None = None,
         kind: type[AnyBatch] = Batch,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if packing == "whole":
             packed = best_fit(spans.lengths, seq_length)
         else:

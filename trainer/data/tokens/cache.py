@@ -61,17 +61,10 @@ class _TokenizationSettings(NamedTuple):
 
 
 def find_token_file(
-    source: DataSource,
-    tokenizer: Tokenizer,
-    cache: TokenCache,
-    *,
-    template: ChatTemplate | None = None,
-    train_on: str = ASSISTANT,
-    progress: Progress | None = None,
-    note: OnNote | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    group_bytes: int = GROUP_BYTES,
-) -> TokenFile:
+    source: DataSource, tokenizer: Tokenizer, cache: TokenCache, *, template: ChatTemplate | None = None,
+    train_on: str = ASSISTANT, progress: Progress | None = None, note: OnNote | None = None,
+    chunk_bytes: int = CHUNK_BYTES, group_bytes: int = GROUP_BYTES,
+) -> TokenFile:  # fmt: skip
     """Opens the token file of a source; builds it first if it is missing in the cache or damaged.
 
     Args:
@@ -104,12 +97,9 @@ def find_token_file(
 
 
 def _find(
-    source: DataSource,
-    tokenization: _TokenizationSettings,
-    cache: TokenCache,
-    progress: Progress | None,
+    source: DataSource, tokenization: _TokenizationSettings, cache: TokenCache, progress: Progress | None,
     note: OnNote | None,
-) -> TokenFile:
+) -> TokenFile:  # fmt: skip
     settings = _settings(source, tokenization)
     stamp_file = _stamp_file(source, settings, cache)
     name = _read_stamp(stamp_file)

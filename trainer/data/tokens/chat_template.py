@@ -121,12 +121,9 @@ class ChatTemplate:
         return set_here + source
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-        where: str = "",
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False, where: str = "",
+    ) -> str:  # fmt: skip
         """Renders a conversation.
 
         Args:

@@ -74,13 +74,9 @@ def encode_text_chunks(chunks: Iterable[TextChunk], tokenizer: Tokenizer, group_
 
 
 def encode_samples(
-    samples: Iterable[tuple[Sample, int]],
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    train_on: str,
-    group_bytes: int,
-    report: Callable[[UserError], None],
-) -> Iterator[Encoded]:
+    samples: Iterable[tuple[Sample, int]], tokenizer: Tokenizer, template: ChatTemplate, train_on: str,
+    group_bytes: int, report: Callable[[UserError], None],
+) -> Iterator[Encoded]:  # fmt: skip
     """Encodes samples, each with its bytes of the source, `group_bytes` at a time.
 
     `report` takes the error of a conversation that the template refuses; if it returns, the sample is left out. If the

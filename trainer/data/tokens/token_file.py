@@ -222,15 +222,9 @@ def _read_meta(path: Path) -> TokenFileMeta:
 
 
 def build_token_file(
-    cache: TokenCache,
-    name: str,
-    encoded: Iterable[Encoded],
-    tokenizer: Tokenizer,
-    *,
-    source: DataSource,
-    skipped: SkippedRecords,
-    progress: Progress | None = None,
-) -> TokenFile:
+    cache: TokenCache, name: str, encoded: Iterable[Encoded], tokenizer: Tokenizer, *, source: DataSource,
+    skipped: SkippedRecords, progress: Progress | None = None,
+) -> TokenFile:  # fmt: skip
     """Writes a token file from a stream of encoded documents, with one group of them in memory at a time.
 
     Args:

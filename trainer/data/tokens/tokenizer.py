@@ -235,15 +235,9 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        *,
-        eos_ids: Sequence[int],
-        bos_id: int | None,
-        special_tokens: Mapping[str, Any],
-        content: bytes,
-        folder: Path,
-    ) -> None:
+        self, tokenizer: tokenizers.Tokenizer, *, eos_ids: Sequence[int], bos_id: int | None,
+        special_tokens: Mapping[str, Any], content: bytes, folder: Path,
+    ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.eos_id = eos_ids[0]
