@@ -103,13 +103,9 @@ def load_initial_weights(
 
 
 def _open_averages(config: Config, names: Collection[str], world: World) -> CheckedWeights:
-    """Opens the moving averages of a checkpoint's trained weights.
+    """Opens the moving averages of a checkpoint's trained weights; `names` are the parameters that the run has.
 
-    Args:
-        names: The parameters that the run has.
-
-    Raises:
-        UserError: The checkpoint has none, or they do not fit the model.
+    Raises a UserError if the checkpoint has none, or they do not fit the model.
     """
     key = "load_checkpoint"
     if config.has_adapters:

@@ -42,7 +42,7 @@ class Saver:
     communicator: Communicator
     in_background: bool
     on_saved: Callable[[Path, int], None]
-    on_wait: Callable[[], None] = lambda: None
+    on_wait: Callable[[], None] = field(default=lambda: None)
     waited_seconds: float = 0.0
     _stages: Stages | None = field(default=None, init=False)
     _step: int = field(default=0, init=False)

@@ -169,12 +169,9 @@ def _file_shards(
     shapes: Mapping[str, tuple[int, ...]],
     to_slices: Callable[[Mapping[str, ShardSpec]], Mapping[str, Sequence[DiskSlice]]],
 ) -> FileShards:
-    """Returns this rank's shards of the tensors of a file.
+    """Returns this rank's shards of the tensors of a file, from those of arrays in memory with these global shapes.
 
-    Args:
-        local: This rank's shards of the arrays in memory.
-        shapes: Global shapes of all of these arrays.
-        to_slices: Specs of arrays in memory -> slices of the tensors on disk.
+    `to_slices` returns the slices of the tensors on disk from the specs of arrays in memory.
     """
     slices = to_slices({name: local[name].spec for name in shapes if name in local})
     pieces = {name: [ShardedArray(spec, local[one].array.reshape(-1)[flat]) for one, flat, spec in tensor_slices]

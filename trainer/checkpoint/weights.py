@@ -177,13 +177,9 @@ def _fitting_model(
     config: Config, note: Callable[[str], None] | None = None, *, new_modules: bool = True, numbers: bool = True,
     world: World = SINGLE_PROCESS,
 ) -> tuple[CheckedWeights, set[str], set[str]]:  # fmt: skip
-    """Opens the weights of `load_checkpoint` and checks them against the model.
+    """Opens the weights of `load_checkpoint` and checks them against the model; for `numbers` see `read_weights`.
 
-    Args:
-        numbers: See `read_weights`.
-
-    Returns:
-        The weights, the names of the parameters that the file lacks, and the expert biases among these.
+    Returns them, the names of the parameters that the file lacks, and the expert biases among these.
     """
     path = Path(config.load_checkpoint).expanduser()
     where = config.source.where("load_checkpoint")
@@ -252,8 +248,7 @@ def _fitting(
 ) -> CheckedWeights:  # fmt: skip
     """Checks that a file has the parameters with these shapes in memory; raises a UserError otherwise.
 
-    Args:
-        compare: Compare the numbers of copies of shared weights; False: names and shapes suffice.
+    `compare` says whether copies of shared weights need equal numbers; else names and shapes suffice.
     """
     decoder = None
     if isinstance(settings, ModelConfig):

@@ -272,11 +272,7 @@ def _writers(sizes_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str,
 
 
 def _results_of_ranks(every: list[StageResult], rank: int, ranks: int, folder: Path, needed_bytes: int) -> list[Any]:
-    """Returns the result of each rank.
-
-    Raises:
-        RunError: Some rank has failed. The incomplete save has been removed.
-    """
+    """Returns the result of each rank; if a rank has failed, removes the incomplete save and raises a RunError."""
     failures = [(number, failure) for number, (_, failure) in enumerate(every) if failure is not None]
     if not failures:
         return [result for result, _ in every]
@@ -303,8 +299,7 @@ def _write_files(
 ) -> dict[str, _Written]:  # fmt: skip
     """Writes this rank's shards and other files and flushes them to disk.
 
-    Returns:
-        Size and checksum of each file that this rank has all of; several ranks write those of the parts `shared`.
+    Returns size and checksum of each file that this rank has all of; several ranks write those of the parts `shared`.
     """
     if not unfinished.is_dir():
         raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")

@@ -531,10 +531,8 @@ def _view_matrix(weight: Parameter) -> Tensor:
 class _RecomputedExperts(nn.Cell):
     """One call that keeps its inputs and the routing, and runs again in the backward pass, with the same routing.
 
-    Args:
-        compute: (x_ND, weights, routing or None) -> the result of `MoeLayer.train`.
-        views: The weights.
-        argnums: Which of the weights are trained.
+    `compute` is (x_ND, weights, routing or None) -> the result of `MoeLayer.train`; `argnums` says which of the weights
+    `views` are trained.
     """
 
     def __init__(self, compute: Callable, views: Sequence[Tensor], argnums: Sequence[int]) -> None:

@@ -148,11 +148,7 @@ def _cosine_with_restarts(inputs: _Inputs) -> Schedule:
 
 
 def _cosine_until_cut(inputs: _Inputs, decay_steps: int | None, half_waves: Callable[[float], float]) -> Schedule:
-    """Builds a cosine that ends at ``decay_steps``.
-
-    Args:
-        half_waves: Converts the progress (t - w) / (T - w) to an angle in units of pi.
-    """
+    """Builds a cosine that ends at ``decay_steps``; `half_waves` makes (t - w) / (T - w) an angle in units of pi."""
     section = inputs.section
     total = inputs.total_steps
     first = warmup_steps(section, total)

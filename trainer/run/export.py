@@ -254,12 +254,7 @@ def find_adapters(name: str) -> Path | None:
 
 
 def _export_commands(config: Config, name: str, folder: Path, output: Path) -> str:
-    """Returns the commands that export adapters: merged into their base model, and alone.
-
-    Args:
-        name: What the user called the adapters.
-        folder: Where they are.
-    """
+    """Returns the commands that export the adapters `name` in `folder`: merged into their base model, and alone."""
     base = config.load_checkpoint
     if not base or base == name:
         base = base_of_adapters(folder)

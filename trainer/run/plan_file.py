@@ -219,8 +219,7 @@ def _without_explained_sizes(
 def _check_data(config: Config, section: str, is_missing: bool) -> None:
     """Opens the data of a section without tokenizing text. Of missing data it checks the tokenizer, if that is here.
 
-    Raises:
-        UserError: The data has another form, or tokens beyond the model's vocabulary.
+    Raises a UserError if the data has another form, or tokens beyond the model's vocabulary.
     """
     dataset = getattr(config, section)
     if is_missing and not (dataset.tokenizer.path and _dataset_exists(dataset.tokenizer.path)):
@@ -345,8 +344,7 @@ def _limit_bytes(config: Config) -> float | None:
 def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int]) -> list[Note]:
     """Returns a note if a rank probably needs more than max_device_memory.
 
-    Raises:
-        UserError: Weights, gradients and optimizer state, whose size is certain, already need more.
+    Raises a UserError if weights, gradients and optimizer state, whose size is certain, already need more.
     """
     limit_bytes = _limit_bytes(config)
     if limit_bytes is None:

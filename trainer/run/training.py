@@ -220,12 +220,8 @@ def _attach_references(
 ) -> None:  # fmt: skip
     """Gives the batches the log-probabilities of the weights with which the training began.
 
-    Args:
-        weights: The weights of the model. If the run continues a checkpoint, they return when the log-probabilities of
-            the first weights are known.
-
-    Raises:
-        UserError: The first weights are not those of the checkpoint's training.
+    If the run continues a checkpoint, its `weights` return to the model when these log-probabilities are known. Raises
+    a UserError if the first weights are not those of the checkpoint's training.
     """
     from trainer.run.session import load_in_place
     from trainer.step.reference import attach_reference, digest_of_weights

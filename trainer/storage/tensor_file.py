@@ -299,11 +299,7 @@ def merge_shards(shape: Sequence[int], shards: Mapping[tuple[int, ...], LazyArra
 def _assemble(
     arrays: Sequence[LazyArray], spec: ShardSpec, blocks: Iterator[tuple[int, ShardSpec, slice]]
 ) -> np.ndarray:
-    """Reads a shard of a composed array, block by block.
-
-    Args:
-        blocks: The number of an array, the shard of it, and its range in the flattened result.
-    """
+    """Reads a shard of a composed array; a block is the number of an array, its shard, and its range in the result."""
     result: np.ndarray | None = None
     for number, block, place in blocks:
         values = arrays[number].read(block)

@@ -65,8 +65,7 @@ def _taken_over(
 def _position(counters: Counters, config: Config, layout: Mapping[str, Any], path: Path) -> Position:
     """Returns the position in the data, which both programs read in order, the micro-batches of a step together.
 
-    Raises:
-        UserError: This run would have read other sequences in as many steps.
+    Raises a UserError if this run would have read other sequences in as many steps.
     """
     step = counters.step
     rows = layout["batch_size"] * layout["ranks"]

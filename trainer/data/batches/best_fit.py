@@ -47,9 +47,8 @@ def best_fit(lengths: np.ndarray, seq_length: int) -> Packing:
 def _place(counts: np.ndarray, seq_length: int) -> tuple[list[tuple[int, int, int]], int]:
     """Places `counts[length]` samples of each length, the longest first.
 
-    Returns:
-        The placements in order, as (first sequence, how many sequences, samples placed in each), and the number of
-        sequences.
+    Returns the placements in order, as (first sequence, how many sequences, samples placed in each), and how many
+    sequences there are.
     """
     placements: list[tuple[int, int, int]] = []
     ranges: dict[int, list[tuple[int, int]]] = {}  # by free space: ranges of sequences (first, end)

@@ -142,8 +142,7 @@ def _read_single_samples(
 def _with_mismatches(samples: Iterator[tuple[Sample, int]], source: DataSource) -> Iterator[tuple[Sample, int]]:
     """Gives each sample the other one with its prompt and the nearest earlier answer to another prompt.
 
-    Raises:
-        UserError: All samples have the same prompt, or some are texts and others conversations.
+    Raises a UserError if all samples have the same prompt, or some are texts and others conversations.
     """
     waiting: list[tuple[Sample, int]] = []  # those of the first prompt, until another one comes
     earlier: Sample | None = None

@@ -178,12 +178,9 @@ class ChatTemplate:
     def _generated_spans(
         self, generated: Sequence[tuple[int, int]], turns: list[int], trained: list[int], where: str
     ) -> Spans:
-        """Returns the generation blocks of the template that carry loss.
+        """Returns those of all `generated` blocks of a conversation that carry loss, as ranges of characters.
 
-        Args:
-            generated: All generation blocks of the conversation, as ranges of characters.
-            turns: The numbers of the assistant's messages.
-            trained: The numbers of those messages that carry loss.
+        `turns` are the numbers of the assistant's messages, `trained` of those that carry loss.
         """
         if trained == turns:
             return list(generated)

@@ -324,10 +324,7 @@ def _offsets_by_lengths(text: str, ids: list[int], token_bytes: np.ndarray) -> O
 
 
 def _token_bytes(tokenizer: tokenizers.Tokenizer) -> np.ndarray | None:
-    """Counts the bytes of each token of a byte-level tokenizer (GPT-2, Llama-3, Qwen); None for other tokenizers.
-
-    Returns:
-        int64 [vocab_size].
+    """Counts the bytes of each token of a byte-level tokenizer (GPT-2, Llama-3, Qwen), int64 [vocab_size]; else None.
     """
     described = json.loads(tokenizer.to_str())
     pre_tokenizer = described["pre_tokenizer"] or {}

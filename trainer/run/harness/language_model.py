@@ -240,8 +240,7 @@ class TrainerLM(TemplateLM):
     def _rules(self, gen_kwargs: Mapping[str, Any], task: str | None) -> tuple[Limits, Sampling]:
         """Returns the limits and the sampling rules of a task's generation_kwargs.
 
-        Raises:
-            UserError: There are others, or the model has no room for so many tokens.
+        Raises a UserError if there are others, or the model has no room for so many tokens.
         """
         where = f"task {task}"
         settings = dict(normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks))
