@@ -316,24 +316,19 @@ class Pipeline:
         return sums
 
     def _run(self, passes: Passes[T]) -> tuple[T, float]:
-        result = run_passes(self.link, passes)
-        if isinstance(self.link, DeviceLink):
-            self.link.wait_for_sends()
-        return result
-
-
-def run_passes(link: StageLink | DeviceLink, passes: Passes[T]) -> tuple[T, float]:
-    """Runs the passes of this stage; returns their result and the seconds in which it waited for other stages."""
-    waited = 0.0
-    try:
-        awaited = next(passes)
-        while True:
-            began = time.perf_counter()
-            tensor = link.receive(*awaited)
-            waited += time.perf_counter() - began
-            awaited = passes.send(tensor)
-    except StopIteration as end:
-        return end.value, waited
+        """Runs the passes of this stage; returns their result and the seconds in which it waited for other stages."""
+        waited = 0.0
+        try:
+            awaited = next(passes)
+            while True:
+                began = time.perf_counter()
+                tensor = self.link.receive(*awaited)
+                waited += time.perf_counter() - began
+                awaited = passes.send(tensor)
+        except StopIteration as end:
+            if isinstance(self.link, DeviceLink):
+                self.link.wait_for_sends()
+            return end.value, waited
 
 
 def build_pipeline(config: Config, model: Decoder, group: ProcessGroup, on_one_host: bool = True) -> Pipeline:

@@ -8,11 +8,11 @@ import io
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from trainer.errors import UserError, working_directory
 
@@ -202,28 +202,17 @@ def content_key(source: DataSource, settings: str) -> str:
     for file in source.files:
         digest = hashlib.sha256()
         with open_source_file(source, file) as stream:
-            for chunk in read_chunks(source, file, stream):
-                digest.update(chunk)
+            try:
+                while chunk := stream.read(_READ_BYTES):
+                    digest.update(chunk)
+            except OSError as error:
+                raise unreadable_error(file.path, error, source.key, source.where) from None
         total.update(digest.digest())
         suffix, compression = suffix_of(file.path)  # they decide how the file is read
         if source.kind != RECORDS:
             suffix = ""
         total.update(f"{suffix}{compression}\n".encode())
     return total.hexdigest()
-
-
-def read_chunks(
-    source: DataSource, file: SourceFile, stream: BinaryIO, chunk_bytes: int = _READ_BYTES
-) -> Iterable[bytes]:
-    """Reads an open file chunk by chunk; raises a UserError if the file system fails."""
-    while True:
-        try:
-            chunk = stream.read(chunk_bytes)
-        except OSError as error:
-            raise unreadable_error(file.path, error, source.key, source.where) from None
-        if not chunk:
-            return
-        yield chunk
 
 
 def no_text_error(source: DataSource, num_skipped: int, first_skipped: str) -> UserError:

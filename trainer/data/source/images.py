@@ -51,11 +51,6 @@ class ImageBatch(NamedTuple):
     labels: np.ndarray  # int32 [B]; `IGNORE_INDEX` in the padding of a last batch
 
 
-def padding_images(size: int, pixels: int) -> ImageBatch:
-    """Makes `size` images without loss, to fill up a last batch."""
-    return ImageBatch(np.zeros((size, pixels), np.uint8), np.full(size, IGNORE_INDEX, np.int32))
-
-
 class ImageDataset:
     """Images and labels from one or several files; a `SequenceDataset` in which an image is a sequence of length 1.
 
@@ -89,7 +84,8 @@ class ImageDataset:
         return ImageBatch(np.array(self._pixels_NP[indices_B]), self._labels_N[indices_B])
 
     def padding(self, size: int) -> ImageBatch:
-        return padding_images(size, self._pixels_NP.shape[1])
+        pixels = np.zeros((size, self._pixels_NP.shape[1]), np.uint8)
+        return ImageBatch(pixels, np.full(size, IGNORE_INDEX, np.int32))
 
 
 def build_images(config: Config, section: str) -> ImageDataset:
