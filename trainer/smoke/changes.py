@@ -26,25 +26,36 @@ class Setup(NamedTuple):
     left_out: Mapping[str, str] = {}  # kinds of parallelism that the layout does not have -> why
 
 
+class NewValue(NamedTuple):
+    """A key and its value in the smoke run, which may be that of the file."""
+
+    key: str  # dotted, under its main name
+    after: Any
+    why: str = ""  # empty if the user need not know, for example of where the run writes
+    before: Any = ...  # what stands for the file's value in messages; ...: that of the key
+
+
 class Change(NamedTuple):
     """A key that gets another value in the smoke run."""
 
-    key: str  # dotted, under its main name
+    key: str
     before: Any
     after: Any
-    why: str  # empty if the user need not know, for example of where the run writes
+    why: str
 
 
-def change_key(config: Config, key: str, after: Any, why: str = "") -> Iterator[Change]:
-    """Yields the change of a key to a value, or nothing if it has that value already.
+def changes_from(config: Config, values: Iterable[NewValue]) -> Iterator[Change]:
+    """Yields the changes of the keys that have another value in the file.
 
     A size of the model that is not in the file has a default value, which is shown as not set.
     """
-    before = value_of(config, key)
-    if before != after or type(before) is not type(after):
-        unset = key.startswith("model.") and not config.source.where(key)
-        if unset:
-            before = None
+    for key, after, why, before in values:
+        if before is ...:
+            before = value_of(config, key)
+            if before == after and type(before) is type(after):
+                continue
+            if key.startswith("model.") and not config.source.where(key):
+                before = None
         yield Change(key, before, after, why)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.config.schema.data import EVAL, TRAIN, HuggingFaceLoader, MegatronLoader, SftLoader
-from trainer.smoke.changes import Change, Setup, change_key
+from trainer.smoke.changes import NewValue, Setup
 from trainer.smoke.model import SMALL_VOCABULARY, seq_length
 from trainer.smoke.training import micro_batches, smoke_batch_size
 
@@ -45,19 +45,19 @@ def _has_tokenizer(config: Config, section: str) -> bool:
     return tokenizer.type == "huggingface" and Path(tokenizer.path).expanduser().exists()
 
 
-def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Change]:
+def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[NewValue]:
     """Yields the changes of data paths, of the number of rows, and of special token ids beyond the vocabulary."""
     evaluates = _evaluates(config)
     if evaluates:
-        yield from change_key(config, "do_eval", after=True, why="the file has an eval_dataset")
+        yield NewValue("do_eval", after=True, why="the file has an eval_dataset")
         if config.eval_step_interval > 0:
-            yield from change_key(config, "eval_step_interval", setup.steps, "after the last step")
+            yield NewValue("eval_step_interval", setup.steps, "after the last step")
         source = TRAIN
         if config.eval_dataset is not None:
             source = EVAL
-        yield from change_key(config, f"{source}.max_batches", 1, "one batch is evaluated")
+        yield NewValue(f"{source}.max_batches", 1, "one batch is evaluated")
     elif config.eval_dataset is not None:
-        yield Change(EVAL, config.eval_dataset.data_loader.type, None, "not read: do_eval is False")
+        yield NewValue(EVAL, None, "not read: do_eval is False", config.eval_dataset.data_loader.type)
     micro_batch = smoke_batch_size(config)
     sequences_of_step = micro_batch * micro_batches(config) * setup.layout.degrees.data_parallel
     rows = {TRAIN: setup.steps * sequences_of_step, EVAL: micro_batch * setup.ranks}
@@ -65,11 +65,11 @@ def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Chan
         yield from _section_changes(config, setup, section, rows[section])
     if evaluates and config.eval_dataset is not None and config.eval_dataset.batch_size is not None:
         size = min(config.eval_dataset.batch_size, smoke_batch_size(config))
-        yield from change_key(config, f"{EVAL}.batch_size", size)
+        yield NewValue(f"{EVAL}.batch_size", size)
     yield from _special_ids(config, vocab_size)
 
 
-def _section_changes(config: Config, setup: Setup, section: str, rows: int) -> Iterator[Change]:
+def _section_changes(config: Config, setup: Setup, section: str, rows: int) -> Iterator[NewValue]:
     data = getattr(config, section)
     key = f"{section}.data_loader"
     loader = data.data_loader
@@ -81,35 +81,34 @@ def _section_changes(config: Config, setup: Setup, section: str, rows: int) -> I
     samples = rows
     if section not in setup.missing and loader.type != "SyntheticDataset":  # existing data keeps its limit
         samples = min(loader.num_samples or rows, rows)
-    yield from change_key(config, f"{key}.num_samples", samples, limit)
+    yield NewValue(f"{key}.num_samples", samples, limit)
     if config.preferences is not None:
-        yield from change_key(config, f"{section}.overlong", "drop", "longer pairs do not fit")
+        yield NewValue(f"{section}.overlong", "drop", "longer pairs do not fit")
     if isinstance(loader, MegatronLoader):
         sizes = [rows * (size != 0) for size in loader.sizes]
-        yield from change_key(config, f"{key}.sizes", sizes, limit)
+        yield NewValue(f"{key}.sizes", sizes, limit)
         if loader.config.seq_length is not None:
-            yield from change_key(config, f"{key}.config.seq_length", seq_length(config), f"that of {_MODEL}")
+            yield NewValue(f"{key}.config.seq_length", seq_length(config), f"that of {_MODEL}")
     folder = setup.folder / "data" / section
     if section in setup.missing or section in setup.large:
         why = "its first records"
         if section in setup.missing:
             why = _ABSENT
         yield from _file_changes(config, key, folder, why)
-        yield from change_key(config, f"{section}.cache_dir", str(setup.folder / "data" / "tokens"))
+        yield NewValue(f"{section}.cache_dir", str(setup.folder / "data" / "tokens"))
     elif loader.type == "MindDataset":
-        why = f"its first rows, of {seq_length(config)} tokens each"
-        yield from _mindrecord(config, key, folder, why)
+        yield from _mindrecord(config, key, folder, f"its first rows, of {seq_length(config)} tokens each")
     tokenizer = data.tokenizer
     if tokenizer.type == "huggingface" and not _has_tokenizer(config, section):
         why = "not here: a token is a byte"
-        yield from change_key(config, f"{section}.tokenizer.path", "", why)
-        yield from change_key(config, f"{section}.tokenizer.type", "bytes", why)
+        yield NewValue(f"{section}.tokenizer.path", "", why)
+        yield NewValue(f"{section}.tokenizer.type", "bytes", why)
     template = data.chat_template
     if "/" in template and not Path(template).expanduser().exists():
-        yield from change_key(config, f"{section}.chat_template", "", "not here: ChatML")
+        yield NewValue(f"{section}.chat_template", "", "not here: ChatML")
 
 
-def _file_changes(config: Config, key: str, folder: Path, why: str) -> Iterator[Change]:
+def _file_changes(config: Config, key: str, folder: Path, why: str) -> Iterator[NewValue]:
     """Yields the paths at which `synthetic_data` writes its files."""
     section = key.split(".")[0]
     loader = getattr(config, section).data_loader
@@ -120,40 +119,37 @@ def _file_changes(config: Config, key: str, folder: Path, why: str) -> Iterator[
     elif isinstance(loader, HuggingFaceLoader):
         name = loader.split or {TRAIN: "train", EVAL: "validation"}[section]
         shown = loader.data_files or loader.dataset_dir or loader.path
-        yield Change(f"{key}.data_files", shown, str(folder / f"{name}.json"), why)
-        yield from change_key(config, f"{key}.path", "json")
-        yield from change_key(config, f"{key}.data_dir", None)
-        yield from change_key(config, f"{key}.dataset_dir", "")
+        yield NewValue(f"{key}.data_files", str(folder / f"{name}.json"), why, shown)
+        yield NewValue(f"{key}.path", "json")
+        yield NewValue(f"{key}.data_dir", None)
+        yield NewValue(f"{key}.dataset_dir", "")
         yield from _handlers(config, key)
     elif loader.reads_images:
-        yield from change_key(config, f"{key}.dataset_dir", str(folder), why)
+        yield NewValue(f"{key}.dataset_dir", str(folder), why)
     else:
         ending = "jsonl"
         if loader.type == "TextDataset":
             ending = "txt"
         for number, _ in enumerate(loader.sources):
-            yield from change_key(config, f"{key}.sources.{number}.path", str(folder / f"{number}.{ending}"), why)
+            yield NewValue(f"{key}.sources.{number}.path", str(folder / f"{number}.{ending}"), why)
         if not loader.sources:
-            yield from change_key(config, f"{key}.dataset_dir", str(folder / f"rows.{ending}"), why)
+            yield NewValue(f"{key}.dataset_dir", str(folder / f"rows.{ending}"), why)
         if isinstance(loader, SftLoader):
-            yield from change_key(config, f"{key}.tokenizer", None)
+            yield NewValue(f"{key}.tokenizer", None)
 
 
-def _mindrecord(config: Config, key: str, folder: Path, why: str) -> Iterator[Change]:
+def _mindrecord(config: Config, key: str, folder: Path, why: str) -> Iterator[NewValue]:
     files = getattr(config, key.split(".")[0]).data_loader.dataset_files
-    for change in change_key(config, f"{key}.dataset_dir", str(folder / "rows.mindrecord"), why):
-        if files:
-            change = change._replace(before=files)
-        yield change
+    yield NewValue(f"{key}.dataset_dir", str(folder / "rows.mindrecord"), why, files or ...)
     if files:
-        yield from change_key(config, f"{key}.dataset_files", None)
+        yield NewValue(f"{key}.dataset_files", None)
 
 
-def _megatron(config: Config, key: str, loader: MegatronLoader, folder: Path) -> Iterator[Change]:
+def _megatron(config: Config, key: str, loader: MegatronLoader, folder: Path) -> Iterator[NewValue]:
     names = [name for name in ("train_data_path", "valid_data_path", "test_data_path", "data_path")
              if getattr(loader.config, name)]
     if loader.dataset_dir or not names:
-        yield from change_key(config, f"{key}.dataset_dir", str(folder / "0"), _ABSENT)
+        yield NewValue(f"{key}.dataset_dir", str(folder / "0"), _ABSENT)
     for name in names:
         items = getattr(loader.config, name)
         if isinstance(items, str):
@@ -163,7 +159,7 @@ def _megatron(config: Config, key: str, loader: MegatronLoader, folder: Path) ->
         for number, _ in enumerate(items):
             if number % 2 or not has_weights:
                 paths[number] = str(folder / f"{name}-{number}")
-        yield from change_key(config, f"{key}.config.{name}", paths, _ABSENT)
+        yield NewValue(f"{key}.config.{name}", paths, _ABSENT)
 
 
 def _is_number(item: str | int | float) -> bool:
@@ -173,32 +169,29 @@ def _is_number(item: str | int | float) -> bool:
         return False
 
 
-def _handlers(config: Config, key: str) -> Iterator[Change]:
+def _handlers(config: Config, key: str) -> Iterator[NewValue]:
     """Yields the processing steps without the tokenizers that they name."""
     handler = getattr(config, key.split(".")[0]).data_loader.handler
     if isinstance(handler, list):
         steps: Any = [_without_tokenizer(step) for step in handler]
     else:
         steps = {name: _without_tokenizer(step or {}) for name, step in handler.items()}
-    yield from change_key(config, f"{key}.handler", steps)
+    yield NewValue(f"{key}.handler", steps)
 
 
 def _without_tokenizer(step: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in step.items() if name != "tokenizer"}
 
 
-def _special_ids(config: Config, vocab_size: int) -> Iterator[Change]:
-    """Yields smaller ids for the special tokens that are beyond the vocabulary.
-
-    The byte tokenizer has special tokens of its own.
-    """
+def _special_ids(config: Config, vocab_size: int) -> Iterator[NewValue]:
+    """Yields smaller ids for special tokens beyond the vocabulary; the byte tokenizer has special tokens of its own."""
     decoder = config.decoder
     train = config.train_dataset
     names = [f"{_MODEL}.{name}" for name in ("eos_token_id", "bos_token_id", "pad_token_id")]
     if train.data_loader.reads_text and not _has_tokenizer(config, TRAIN):
         if train.tokenizer.type == "huggingface" or vocab_size < decoder.vocab_size:
             for key in names:
-                yield from change_key(config, key, None, "the tokenizer of bytes has its own")
+                yield NewValue(key, None, "the tokenizer of bytes has its own")
         names = []
     keys = {key: getattr(decoder, key.split(".")[-1]) for key in names}
     for section in sections_read(config):
@@ -220,4 +213,4 @@ def _special_ids(config: Config, vocab_size: int) -> Iterator[Change]:
             after = [moved.get(each, each) for each in value]
         else:
             after = moved.get(value, value)
-        yield from change_key(config, key, after, f"within the vocabulary of {vocab_size}")
+        yield NewValue(key, after, f"within the vocabulary of {vocab_size}")

@@ -77,9 +77,7 @@ def train_and_resume(folder: Path, steps: int, report_progress: Callable[[str], 
     if not config.has_adapters:  # with adapters it names the base model
         resume_keys["load_checkpoint"] = "''"
     for resumed in (False, True):
-        overrides = []
-        if resumed:
-            overrides = [Override(key, text, "smoke") for key, text in resume_keys.items()]
+        overrides = [Override(key, text, "smoke") for key, text in resume_keys.items() if resumed]
         monitors = []
         if is_first:
             monitors.append(_Progress(report_progress, resumed))

@@ -10,7 +10,7 @@ from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.sublayers import latent_spec
 from trainer.ops.select import precision_on_cpu
-from trainer.smoke.changes import Change, Setup, change_key
+from trainer.smoke.changes import NewValue, Setup
 from trainer.smoke.layers import layer_changes, layers_to_keep
 
 _MODEL = "model.model_config"
@@ -31,7 +31,7 @@ CHUNKS = 2
 """Most chunks of layers that a stage of a pipeline keeps."""
 
 
-def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Change]:
+def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[NewValue]:
     """Yields the changes of sizes, layers, experts, adapters and dtypes."""
     decoder = config.decoder
     stages = setup.layout.degrees.pipeline_stage
@@ -40,11 +40,11 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
     yield from layers
     if decoder.hidden_size > LARGEST_KEPT_WIDTH:
         yield from _widths(config, vocab_size)
-    yield from change_key(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
-    yield from change_key(config, f"{_MODEL}.seq_length", seq_length(config), _SMALLER)
+    yield NewValue(f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
+    yield NewValue(f"{_MODEL}.seq_length", seq_length(config), _SMALLER)
     if decoder.window_layers and (decoder.sliding_window or 0) >= seq_length(config):
         why = "a window that is smaller than the sequence"
-        yield from change_key(config, f"{_MODEL}.sliding_window", seq_length(config) // 2, why)
+        yield NewValue(f"{_MODEL}.sliding_window", seq_length(config) // 2, why)
     experts = list(_expert_number(config))
     yield from experts
     yield from _callbacks(config, [*layers, *experts])
@@ -76,7 +76,7 @@ def _round_width(value: float) -> int:
     return max(_MULTIPLE, round(value / _MULTIPLE) * _MULTIPLE)
 
 
-def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
+def _widths(config: Config, vocab_size: int) -> Iterator[NewValue]:
     """Yields a smaller hidden_size with the same number of query heads per key head, and other widths in proportion."""
     decoder = config.decoder
     group = decoder.num_heads // decoder.kv_heads
@@ -95,17 +95,17 @@ def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
     ratio = _SMALLER
     if group > 1:
         ratio = f"{_SMALLER}; {group} query heads to a key head, as before"
-    yield from change_key(config, f"{_MODEL}.num_heads", heads, ratio)
+    yield NewValue(f"{_MODEL}.num_heads", heads, ratio)
     if decoder.n_kv_heads is not None:
-        yield from change_key(config, f"{_MODEL}.n_kv_heads", kv_heads, ratio)
+        yield NewValue(f"{_MODEL}.n_kv_heads", kv_heads, ratio)
     hidden = heads * head
     latent = latent_spec(decoder) is not None
     if decoder.head_dim is not None and not latent:
         hidden = _round_width(heads * head * decoder.hidden_size / (decoder.num_heads * decoder.head_dim))
-        yield from change_key(config, f"{_MODEL}.head_dim", head, _SMALLER)
-    yield from change_key(config, f"{_MODEL}.hidden_size", hidden, _SMALLER)
+        yield NewValue(f"{_MODEL}.head_dim", head, _SMALLER)
+    yield NewValue(f"{_MODEL}.hidden_size", hidden, _SMALLER)
     for name, value in _by_ratio(decoder, hidden / decoder.hidden_size, latent).items():
-        yield from change_key(config, name, value, f"{_SMALLER}, in its ratio")
+        yield NewValue(name, value, f"{_SMALLER}, in its ratio")
 
 
 def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int]:
@@ -133,7 +133,7 @@ def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int
     return sizes
 
 
-def _expert_number(config: Config) -> Iterator[Change]:
+def _expert_number(config: Config) -> Iterator[NewValue]:
     """Yields the smallest number of experts that leaves the router a choice, in as many groups as before."""
     moe = config.decoder.experts
     if moe is None:
@@ -149,18 +149,18 @@ def _expert_number(config: Config) -> Iterator[Change]:
     why = f"{_SMALLER}; a token goes to {moe.num_experts_chosen}, as before"
     if groups > 1:
         why += f", in {reached} of {groups} groups"
-    yield from change_key(config, f"{_EXPERTS}.expert_num", number, why)
+    yield NewValue(f"{_EXPERTS}.expert_num", number, why)
 
 
-def _callbacks(config: Config, changes: Sequence[Change]) -> Iterator[Change]:
+def _callbacks(config: Config, changes: Sequence[NewValue]) -> Iterator[NewValue]:
     """Yields the keys of callbacks that repeat keys of the model, with the new values."""
     for number, callback in enumerate(config.callbacks):
         for name, after in ((change.key.split(".")[-1], change.after) for change in changes):
             if isinstance(callback, MoEDropRate | TopkBiasBalance) and getattr(callback, name, None) is not None:
-                yield from change_key(config, f"callbacks.{number}.{name}", after, "that of the model")
+                yield NewValue(f"callbacks.{number}.{name}", after, "that of the model")
 
 
-def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
+def _dtypes(config: Config, setup: Setup) -> Iterator[NewValue]:
     # The small copy runs in explicit mode.
     precision = precision_on_cpu(config, config.context.mode == 0 or setup.layout.degrees.shards_layers)
     parts = precision.compute, precision.norm, precision.softmax, precision.rotary
@@ -168,6 +168,5 @@ def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
         if requested_dtype(config.decoder, config.amp_level, key) != "bfloat16" or part.dtype == "bfloat16":
             continue
         if getattr(config.decoder, key) is not None and config.amp_level in (None, "auto"):
-            yield from change_key(config, f"{_MODEL}.{key}", "float32", "here a CPU computes it in float32")
-    kept = "the dtype that parameters are kept in"
-    yield from change_key(config, f"{_MODEL}.param_init_type", "float32", kept)
+            yield NewValue(f"{_MODEL}.{key}", "float32", "here a CPU computes it in float32")
+    yield NewValue(f"{_MODEL}.param_init_type", "float32", "the dtype that parameters are kept in")

@@ -19,7 +19,7 @@ from trainer.device.resolve import plans_elsewhere, resolve_device
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.input_files import links_out_of
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
-from trainer.smoke.changes import Change, Setup, smoke_text
+from trainer.smoke.changes import Change, Setup, changes_from, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
 from trainer.smoke.degrees import parallelism_kinds, possible_layouts, refusals
 from trainer.smoke.execute import CONFIG, LOG, results, train_small_copy
@@ -80,9 +80,8 @@ def smoke(
     began = time.monotonic()
     if not config.trains:
         where = config.source.where("run_mode")
-        fix = "smoke a file that trains, or add --run_mode train"
-        rule = "smoke supports only run_mode train and finetune"
-        raise UserError(rule, where=where, key="run_mode", value=config.run_mode, fix=fix)
+        raise UserError("smoke supports only run_mode train and finetune", where=where, key="run_mode",
+                        value=config.run_mode, fix="smoke a file that trains, or add --run_mode train")
     plan = _plan(config, problems)
     config = _resolve_batch(config)
     setup = _setup(config, steps, ranks)
@@ -154,10 +153,10 @@ def _changes(config: Config, setup: Setup) -> list[Change]:
     vocab_size = vocabulary(config, setup)
     model = []
     if config.classifier is None:
-        model = list(model_changes(config, setup, vocab_size))
+        model = list(changes_from(config, model_changes(config, setup, vocab_size)))
     is_smaller = any(not change.key.endswith(NO_SIZES) for change in model)
-    changes = [*model, *data_changes(config, setup, vocab_size), *training_changes(config, setup, is_smaller)]
-    return list({change.key: change for change in changes}.values())
+    others = [*data_changes(config, setup, vocab_size), *training_changes(config, setup, is_smaller)]
+    return list({change.key: change for change in [*model, *changes_from(config, others)]}.values())
 
 
 def _full_world(config: Config) -> World:

@@ -248,8 +248,7 @@ def _column_names(loader: Any) -> dict[str, str]:
 
 
 def _form(config: Config, section: str) -> str:
-    """Returns the form of a record: that of a handler or of the named columns, a conversation for a finetuning, or
-    text."""
+    """Returns the form of a record: that of a handler or of the named columns; or messages in a finetuning, or text."""
     loader = getattr(config, section).data_loader
     if any(kind == "AlpacaInstructDataHandler" for kind, _ in handler_steps(getattr(loader, "handler", []))):
         return "instruction"
