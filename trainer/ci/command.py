@@ -13,7 +13,6 @@ from trainer.ci.plans import plan_with_changes
 from trainer.ci.report import junit_xml, markdown
 from trainer.ci.run import smoke_files
 from trainer.cli.flags import Arguments
-from trainer.config import Override
 from trainer.errors import EXIT_OK, UserError
 from trainer.input_files import user_path
 from trainer.monitors.files import write_text
@@ -43,7 +42,8 @@ def smoke_all(
             raise UserError("its folder does not exist", where=f"flag --{kind}", value=str(path), fix="create it first")
     files = find_training_files(names, against)
     folder = next((one.text for one in reversed(arguments.overrides) if one.key == "output_dir"), _FOLDER)
-    flags = [f"--steps={steps}", f"--ranks={ranks}", *_flags(arguments.overrides)]
+    settings = [each.flag for each in arguments.overrides if not each.only_if_present and each.key != "output_dir"]
+    flags = [f"--steps={steps}", f"--ranks={ranks}", *settings]  # the folders are those of the files
     output = sys.stdout
     if as_json:
         output = sys.stderr
@@ -60,16 +60,3 @@ def smoke_all(
         print(json.dumps([{"file": str(each.file.path), "result": each.verdict.lower(), "problem": each.problem,
                            "exit_code": each.exit_code, **each.values} for each in outcomes], indent=1))  # fmt: skip
     return max((outcome.exit_code for outcome in outcomes), default=EXIT_OK)
-
-
-def _flags(overrides: Sequence[Override]) -> list[str]:
-    """Returns the flags of the configuration for each file; the folders are those of the files."""
-    flags = []
-    for override in overrides:
-        if override.only_if_present or override.key == "output_dir":
-            continue
-        text = override.text
-        if override.texts:
-            text = json.dumps(list(override.texts))
-        flags.append(f"--{override.key}={text}")
-    return flags

@@ -109,11 +109,7 @@ def _old_text(path: Path, base: str) -> str | None:
 
 
 def _git(*arguments: str, revision: str, folder: Path = Path()) -> str:
-    """Returns what git prints.
-
-    Raises:
-        UserError: It fails.
-    """
+    """Returns what git prints; raises a UserError if it fails."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, errors="replace")
     except OSError as error:

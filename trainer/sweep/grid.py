@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -94,11 +95,8 @@ def points(grids: Sequence[str], flag_keys: Sequence[str] = ()) -> list[SweepPoi
         if axis.key in [other.key for other in axes[:number]]:
             raise UserError("is given twice", where=_WHERE, key=axis.flag, fix="write all its values in one --grid")
         if axis.key in map(canonical_key, flag_keys):
-            fix = "leave one of the two out"
-            raise UserError("is given by a flag too", where=_WHERE, key=axis.flag, fix=fix)
-    runs = 1
-    for axis in axes:
-        runs *= len(axis.texts)
+            raise UserError("is given by a flag too", where=_WHERE, key=axis.flag, fix="leave one of the two out")
+    runs = math.prod(len(axis.texts) for axis in axes)
     if runs > _MOST_RUNS:
         rule = f"the grid has {runs:,} combinations, and the limit is {_MOST_RUNS:,}"
         raise UserError(rule, where=_WHERE, fix="leave values out")

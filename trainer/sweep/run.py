@@ -6,13 +6,12 @@ skips those that are finished.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.checkpoint.store import newest_complete
 from trainer.cli.flags import Arguments, split_arguments
-from trainer.config import Override, load_config
+from trainer.config import load_config
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.config.read.dump import flatten, plain_values
 from trainer.device.doctor import available_memory_bytes
@@ -75,8 +74,10 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
     assert arguments.config is not None  # the command has checked it
     combinations = points(grids, [override.key for override in arguments.overrides])
     base = load_config(arguments.config, arguments.overrides)
-    overrides = [override for override in arguments.overrides if override.key != "output_dir"]
-    shared_flags = [flag for override in overrides for flag in _as_flag(override, base)]
+    shared_flags = [
+        each.flag for each in arguments.overrides if each.key != "output_dir"
+        and (not each.only_if_present or getattr(base, each.key.partition(".")[0], None) is not None)
+    ]  # fmt: skip
     root = Path(base.output_dir).expanduser()
     place = root.resolve()
     if taken := next((folder for folder in (place, *place.parents) if is_run_folder(folder)), None):
@@ -108,14 +109,6 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
             lines.append(f"and {len(problems) - 10} more")
         raise UserError("\n  ".join(lines), where="flag --grid", fix="correct them")
     return runs, root, device, run_bytes
-
-
-def _as_flag(override: Override, config: Config) -> Iterator[str]:
-    """Yields an override as a flag of the same meaning."""
-    if override.texts:
-        yield f"--{override.key}={json.dumps(list(override.texts))}"
-    elif not override.only_if_present or getattr(config, override.key.partition(".")[0], None) is not None:
-        yield f"--{override.key}={override.text}"
 
 
 def _check(config: Config, point: SweepPoint, configs: dict[str, Config]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,14 @@ class Override:
     source: str = "--options"
     only_if_present: bool = False
     texts: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """Returns a flag with the same meaning."""
+        text = self.text
+        if self.texts:
+            text = json.dumps(list(self.texts))
+        return f"--{self.key}={text}"
 
 
 def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[ConfigError], list[str]]:
@@ -235,11 +244,7 @@ def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceL
 
 
 def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
-    """Replaces an entry's value, and that of its aliases if it is an anchor.
-
-    Returns:
-        Notes about aliases that were replaced, too.
-    """
+    """Replaces an entry's value, and that of its aliases if it is an anchor; returns notes about these aliases."""
     old = entry.node
     if entry.is_alias:
         uses = []
