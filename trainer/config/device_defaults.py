@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.checks.problem import value_of
+
 if TYPE_CHECKING:
     from trainer.config.schema.root import Config
 
@@ -51,15 +53,9 @@ def device_default_note(config: Config, device: str) -> str:
     """
     if device != "Ascend":
         return ""
-    settings = config.decoder
-    moe = config.decoder.experts
-    values: dict[str, Any] = {
-        "compute_dtype": settings.compute_dtype,
-        "use_flash_attention": settings.use_flash_attention,
-    }
-    if moe is not None:
-        values["moe_config.use_gmm"] = moe.use_gmm
-    used = [f"{key} {value}" for key, value in values.items() if value and not config.source.where(f"{_MODEL}.{key}")]
+    keys = ["compute_dtype", "use_flash_attention"] + ["moe_config.use_gmm"] * (config.decoder.experts is not None)
+    values = {key: value_of(config, f"{_MODEL}.{key}") for key in keys if not config.source.where(f"{_MODEL}.{key}")}
+    used = [f"{key} {value}" for key, value in values.items() if value]
     if used:
         return f"defaults of an {device}: {', '.join(used)}"
     return ""

@@ -47,12 +47,10 @@ def _numbers(part: Any) -> Iterable[int]:
         return [part]
     if isinstance(part, list):
         raise LayerError(f"{part} is a list in a list: write one list with the layers of the model")
-    if not isinstance(part, str):
-        raise LayerError(f"{part!r} is not a layer: write a number such as 3 or a range such as 0-3")
     numbers: list[int] = []
-    for piece in part.split(","):
+    for piece in str(part).split(","):
         match = _RANGE.fullmatch(piece.strip())
-        if match is None:
+        if match is None or not isinstance(part, str):
             raise LayerError(f"{part!r} is not a layer: write a number such as 3 or a range such as 0-3")
         first = int(match[1])
         last = int(match[2] or match[1])

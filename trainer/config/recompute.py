@@ -21,7 +21,9 @@ Part: TypeAlias = Literal["", "attention", "mlp", "block"]
 """The recomputed part of a layer: nothing, a sublayer, or the block."""
 
 SUBLAYERS = ("attention", "mlp")
-_NAMES = {"attention": "the attention sublayer", "mlp": "the feed-forward sublayer", "block": "the whole block"}
+_PARTS: dict[tuple[str, ...], Part] = {(): "", ("attention",): "attention", ("mlp",): "mlp", SUBLAYERS: "block"}
+"""The recomputed sublayers -> the part."""
+_NAMES = {"attention": "the attention sublayer", "mlp": "the feed-forward sublayer"}
 _KEY = "recompute_config"
 # Words in the names of operators of MindSpore Transformers and Hugging Face.
 _WORDS = {
@@ -45,9 +47,8 @@ class _Choice:
     def add(self, pattern: str, layers: list[int]) -> None:
         """Adds the sublayers that a pattern stands for."""
         name = pattern.strip().lower()
-        if name in SUBLAYERS:
-            sublayers = [name]
-        else:
+        sublayers = [name]
+        if name not in SUBLAYERS:
             sublayers = [sublayer for sublayer in SUBLAYERS if _WORDS[sublayer].search(name)]
         for sublayer in sublayers:
             self.layers[sublayer].update(layers)
@@ -73,18 +74,8 @@ def recomputed_parts(config: Config) -> tuple[Part, ...]:
         if layer >= layers > max(chosen, default=0):
             parts.append(parts[layers - 1])
             continue
-        recomputed = {
-            sublayer: (layer in blocks or layer in selected.layers[sublayer]) and layer not in excluded.layers[sublayer]
-            for sublayer in SUBLAYERS
-        }
-        if recomputed["attention"] and recomputed["mlp"]:
-            parts.append("block")
-        elif recomputed["attention"]:
-            parts.append("attention")
-        elif recomputed["mlp"]:
-            parts.append("mlp")
-        else:
-            parts.append("")
+        asked = [sublayer for sublayer in SUBLAYERS if layer in blocks or layer in selected.layers[sublayer]]
+        parts.append(_PARTS[tuple(sublayer for sublayer in asked if layer not in excluded.layers[sublayer])])
     return tuple(parts)
 
 
@@ -96,9 +87,7 @@ def comm_recompute_layers(config: Config) -> set[int]:
     written = config.recompute_config.select_comm_recompute
     if isinstance(written, dict):
         return {layer for layers in written.values() for layer in _layers(layers, config)}
-    if _has_names(written):
-        return set(_layers(True, config))
-    return set(_layers(written, config))
+    return set(_layers(_has_names(written) or written, config))
 
 
 def _has_names(written: Any) -> bool:
@@ -187,15 +176,12 @@ def recompute_notes(config: Config) -> Iterator[str]:
     written = settings.recompute
     is_number_list = isinstance(written, list) and bool(written) and all(isinstance(layer, int) for layer in written)
     if is_number_list and counts_per_stage(config, written) is None:
-        layers = layer_text(set(_layers(settings.recompute, config)))
+        layers = layer_text(set(_layers(written, config)))
         yield f"{_KEY}.recompute: {layers}; in MindSpore Transformers a list counts layers of pipeline stages"
     if settings.select_recompute is True:
         yield f"{_KEY}.select_recompute True: {_NAMES['mlp']} of every block, as in MindSpore Transformers"
-    for name in ("select_recompute", "select_recompute_exclude"):
+    for name, verb in (("select_recompute", "recomputed"), ("select_recompute_exclude", "kept")):
         choice = _sublayers(getattr(settings, name), config)
-        verb = "recomputed"
-        if name == "select_recompute_exclude":
-            verb = "kept"
         for sublayer, patterns in choice.guessed.items():
             if patterns and choice.layers[sublayer]:
                 layers = layer_text(choice.layers[sublayer])
@@ -208,7 +194,7 @@ def recompute_notes(config: Config) -> Iterator[str]:
 def recompute_text(parts: tuple[Part, ...]) -> str:
     """Returns the recomputed parts as text; empty if nothing is recomputed."""
     phrases = []
-    for part, name in (("block", "blocks"), *((sublayer, _NAMES[sublayer]) for sublayer in SUBLAYERS)):
+    for part, name in {"block": "blocks", **_NAMES}.items():
         layers = [layer for layer, recomputed in enumerate(parts) if recomputed == part]
         if layers:
             phrases.append(f"{name} of {layer_text(layers)}")

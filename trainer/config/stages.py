@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from trainer.config.checks.problem import ConfigError, problem
@@ -87,11 +88,8 @@ def counts_per_stage(config: Config, written: Any) -> list[int] | None:
         return None
     chosen: list[int] = []
     first = 0
-    for number, sizes in enumerate(chunk_sizes(config)):
-        for stage, size in enumerate(sizes):
-            count = 0
-            if number < len(rows):
-                count = rows[number][stage]
+    for sizes, counts in zip_longest(chunk_sizes(config), rows, fillvalue=[0] * stages):
+        for size, count in zip(sizes, counts, strict=True):
             chosen += range(first, first + min(count, size))
             first += size
     return chosen
