@@ -94,19 +94,13 @@ DENSE = {
         },
         windows="other", has_output_bias=True,
     ),
-    "ArceeForCausalLM": Family(
-        "arcee",
-        ALL | {
-            "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 18432, "num_key_value_heads": None,
-            "hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False,
-            "mlp_bias": False,
-        },
-        {"gated_linear_unit": False, "hidden_act": "relu2"}, has_output_bias=True,
-    ),
+    "ArceeForCausalLM": Family("arcee", ALL | {
+        "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 18432, "num_key_value_heads": None,
+        "hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False,
+        "mlp_bias": False,
+    }, {"gated_linear_unit": False, "hidden_act": "relu2"}, has_output_bias=True),
     "GraniteForCausalLM": Family("granite", GRANITE | {"mlp_bias": False}, has_output_bias=True),
-    "Olmo2ForCausalLM": Family(
-        "olmo2", _OLMO_KEYS, _OLMO, has_output_bias=True, tensor_names=_NORMS_AFTER_NAMES
-    ),
+    "Olmo2ForCausalLM": Family("olmo2", _OLMO_KEYS, _OLMO, has_output_bias=True, tensor_names=_NORMS_AFTER_NAMES),
     "Olmo3ForCausalLM": Family(
         "olmo3",
         _OLMO_KEYS | {"rope_theta": 500000.0, "sliding_window": 4096},
@@ -122,15 +116,11 @@ DENSE = {
         _NORMS_AFTER, model_with_window={"nope_without_window": True}, windows="listed", full_attention_period=4,
         tensor_names=_NORMS_AFTER_NAMES,
     ),
-    "GemmaForCausalLM": Family(
-        "gemma",
-        ALL | {
-            "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
-            "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
-            "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False,
-        },
-        _GEMMA, scales_embeddings=True, has_output_bias=True,
-    ),
+    "GemmaForCausalLM": Family("gemma", ALL | {
+        "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False,
+    }, _GEMMA, scales_embeddings=True, has_output_bias=True),
     "Gemma2ForCausalLM": Family(
         "gemma2", _GEMMA_TEXT,
         _GEMMA | {
@@ -157,9 +147,7 @@ DENSE = {
     "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": GLM._replace(
         model_type="glm4", model={**GLM.model, "post_self_attn_layernorm": True, "post_mlp_layernorm": True},
-        source_classes=(
-            SourceClass("Glm4Config", "glm4", CORE | {"pad_token_id": 151329}),
-        ),
+        source_classes=(SourceClass("Glm4Config", "glm4", CORE | {"pad_token_id": 151329}),),
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
@@ -168,42 +156,27 @@ DENSE = {
             "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 1.0, "resid_pdrop": 0.0, "sliding_window": None,
         },
-        written={
-            "original_max_position_embeddings": lambda settings: settings.trained_length,
-            **NO_PADDING,
-        },
+        written={"original_max_position_embeddings": lambda settings: settings.trained_length, **NO_PADDING},
         windows="every", rope_types=("default", "longrope"),
         joined_tensors={
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         },
     ),
-    "HeliumForCausalLM": Family(
-        "helium",
-        ALL | {
-            "vocab_size": 48000, "hidden_size": 2560, "intermediate_size": 7040, "num_hidden_layers": 24,
-            "num_attention_heads": 20, "num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-8, "rope_theta": 100000.0, "attention_bias": False, "mlp_bias": False,
-        },
-        {"rope_interleave": True}, written=NO_PADDING,
-    ),
-    "SeedOssForCausalLM": Family(
-        "seed_oss",
-        ALL | {
-            "vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
-            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True,
-            "attention_out_bias": False, "attention_dropout": 0.1, "residual_dropout": 0.1, "mlp_bias": False,
-        },
-        {"qkv_has_bias": True},
-    ),
-    "Ernie4_5ForCausalLM": Family(
-        "ernie4_5",
-        ERNIE | {
-            "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 16,
-            "num_key_value_heads": 2, "head_dim": 128,
-        },
-        ERNIE_MODEL,
-    ),
+    "HeliumForCausalLM": Family("helium", ALL | {
+        "vocab_size": 48000, "hidden_size": 2560, "intermediate_size": 7040, "num_hidden_layers": 24,
+        "num_attention_heads": 20, "num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-8, "rope_theta": 100000.0, "attention_bias": False, "mlp_bias": False,
+    }, {"rope_interleave": True}, written=NO_PADDING),
+    "SeedOssForCausalLM": Family("seed_oss", ALL | {
+        "vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True,
+        "attention_out_bias": False, "attention_dropout": 0.1, "residual_dropout": 0.1, "mlp_bias": False,
+    }, {"qkv_has_bias": True}),
+    "Ernie4_5ForCausalLM": Family("ernie4_5", ERNIE | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 128,
+    }, ERNIE_MODEL),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense",
         ALL | {

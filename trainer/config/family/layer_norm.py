@@ -31,15 +31,11 @@ LAYER_NORM = {
         },
         windows="every",
     ),
-    "StableLmForCausalLM": Family(
-        "stablelm",
-        _LAYER_NORMS | {
-            "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "max_position_embeddings": 4096,
-            "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "use_qkv_bias": False, "qk_layernorm": False,
-            "hidden_dropout": 0.0,
-        },
-        {"normalization": "LayerNorm", "rotary_pct": 0.25},
-    ),
+    "StableLmForCausalLM": Family("stablelm", _LAYER_NORMS | {
+        "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "max_position_embeddings": 4096,
+        "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "use_qkv_bias": False, "qk_layernorm": False,
+        "hidden_dropout": 0.0,
+    }, {"normalization": "LayerNorm", "rotary_pct": 0.25}),
     "NemotronForCausalLM": Family(
         "nemotron",
         _LAYER_NORMS | {

@@ -69,9 +69,7 @@ MIXTURES = {
     "GraniteMoeSharedForCausalLM": _GRANITE_MOE._replace(
         model_type="granitemoeshared", defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
         tensor_names={".mlp.shared_experts.down_proj.": ".shared_mlp.output_linear."},
-        joined_tensors={
-            "shared_mlp.input_linear": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-        },
+        joined_tensors={"shared_mlp.input_linear": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")},
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
@@ -146,12 +144,7 @@ MIXTURES = {
             "num_nextn_predict_layers": 1, "output_router_logits": False,
         },
         {"rotary_pct": 0.5}, SIGMOID_ROUTER,
-        source_classes=(
-            SourceClass(
-                "Glm4MoeConfig", "glm4_moe",
-                CORE_SIGMOID | {"num_nextn_predict_layers": 0},
-            ),
-        ),
+        source_classes=(SourceClass("Glm4MoeConfig", "glm4_moe", CORE_SIGMOID | {"num_nextn_predict_layers": 0}),),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         "ernie4_5_moe",

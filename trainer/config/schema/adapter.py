@@ -127,16 +127,15 @@ class PetConfig(Section):
         """
         if not self.changes_base:
             return self
-        alpha = self.lora_alpha * self.divisor(2)
-        return self.model_copy(
-            update={
-                "lora_rank": 2 * self.lora_rank,
-                "lora_alpha": alpha,
-                "rank_pattern": {pattern: 2 * rank for pattern, rank in self.rank_pattern.items()},
-                "alpha_pattern": {pattern: one * self.divisor(2) for pattern, one in self.alpha_pattern.items()},
-                "init_lora_weights": True,
-            }
-        )
+        factor = self.divisor(2)
+        saved = {
+            "lora_rank": 2 * self.lora_rank,
+            "lora_alpha": self.lora_alpha * factor,
+            "rank_pattern": {pattern: 2 * rank for pattern, rank in self.rank_pattern.items()},
+            "alpha_pattern": {pattern: alpha * factor for pattern, alpha in self.alpha_pattern.items()},
+            "init_lora_weights": True,
+        }
+        return self.model_copy(update=saved)
 
     @property
     def excluding(self) -> tuple[str, ...]:

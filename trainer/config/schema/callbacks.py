@@ -1,6 +1,6 @@
 """Monitors of a run (YAML ``callbacks``, or ``callback``)."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,17 +29,19 @@ class CheckpointMonitor(Section):
         " with such a loss saves one; checkpoints/best points to the best. Requires do_eval.", ge=0, le=COUNT)
 
 
+def _repeated(description: str, **bounds: Any) -> Any:
+    """Declares a key that repeats one of the model."""
+    return setting(None, f"{description}; must agree with the model. Default null: the model's.", **bounds)
+
+
 class MoEDropRate(Section):
     """Share of tokens that experts dropped, per layer."""
 
     type: Literal["MoEDropRateCallback"] = setting(REQUIRED, "Kind of monitor.")
-    expert_num: int | None = setting(
-        None, "Experts; must agree with the model. Default null: the model's.", ge=1, le=RANKS)
-    capacity_factor: float | None = setting(None, "Capacity; must agree with the model. Default null: the model's.")
-    num_layers: int | None = setting(
-        None, "Layers; must agree with the model. Default null: the model's.", ge=1, le=LAYERS)
-    mtp_depth: int | None = setting(
-        None, "Multi-token prediction modules; must agree with the model. Default null: the model's.", ge=0, le=LAYERS)
+    expert_num: int | None = _repeated("Experts", ge=1, le=RANKS)
+    capacity_factor: float | None = _repeated("Capacity")
+    num_layers: int | None = _repeated("Layers", ge=1, le=LAYERS)
+    mtp_depth: int | None = _repeated("Multi-token prediction modules", ge=0, le=LAYERS)
 
 
 class ObsMonitor(Section):
@@ -123,12 +125,9 @@ class TopkBiasBalance(Section):
     support = "ignored"
     support_reason = "every step moves the bias by itself, as moe_config says"
     type: Literal["TopkBiasBalanceCallback"] = setting(REQUIRED, "Kind of monitor.")
-    balance_via_topk_bias: bool | None = setting(
-        None, "Balance experts by a bias; must agree with the model. Default null: the model's.")
-    topk_bias_update_rate: float | None = setting(
-        None, "Step of that bias; must agree with the model. Default null: the model's.", ge=0)
-    expert_num: int | None = setting(
-        None, "Experts; must agree with the model. Default null: the model's.", ge=1, le=RANKS)
+    balance_via_topk_bias: bool | None = _repeated("Balance experts by a bias")
+    topk_bias_update_rate: float | None = _repeated("Step of that bias", ge=0)
+    expert_num: int | None = _repeated("Experts", ge=1, le=RANKS)
     micro_batch_num: int | None = setting(None, "Micro-batches.", ge=1, le=BATCH)
 
 

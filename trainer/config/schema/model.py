@@ -113,13 +113,11 @@ class ModelConfig(Section):
         " also have transformers' qk_head_dim, the total width.", ge=1, le=WIDTH, aliases="qk_head_dim")
     qk_rope_head_dim: int = setting(
         64, "multi_latent_attention: width of the part with rotary positions, of which all heads share one key.",
-        ge=2, le=WIDTH,
-        aliases="qk_pos_emb_head_dim")
+        ge=2, le=WIDTH, aliases="qk_pos_emb_head_dim")
     v_head_dim: int = setting(128, "multi_latent_attention: width of a head's values.", ge=1, le=WIDTH)
     intermediate_size: int | None = setting(
         None, "Width of the feed-forward layer. Default null: 2/3 of 4 x hidden_size, rounded up to multiple_of.",
-        ge=1, le=WIDTH,
-        aliases="ffn_hidden_size")
+        ge=1, le=WIDTH, aliases="ffn_hidden_size")
     embedding_size: int | None = setting(
         None, "Width of embedding and head, which two matrices map to hidden_size and back (TeleChat3-1.8B). Default"
         " null, and 1: hidden_size, without such matrices.", ge=1, le=WIDTH)

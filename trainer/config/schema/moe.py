@@ -47,15 +47,13 @@ class MoEConfig(Section):
         None, "Width of an expert. Default null: intermediate_size.", ge=1, le=WIDTH, aliases="moe_ffn_hidden_size")
     moe_shared_expert_intermediate_size: int | None = setting(
         None, "Total width of the shared experts. Default null: shared_expert_num times that of an expert.",
-        ge=1, le=WIDTH,
-        aliases="shared_expert_intermediate_size shared_intermediate_size")
+        ge=1, le=WIDTH, aliases="shared_expert_intermediate_size shared_intermediate_size")
     use_shared_expert_gating: bool = setting(
         False, "Multiply the shared experts' output by the sigmoid of a projection of the token (Qwen2-MoE).",
         aliases="moe_shared_expert_gate")
     moe_mlp_has_bias: bool = setting(
         False, "Biases on the three matrices of each expert (gpt-oss).", explicit_only=(True,))
-    moe_router_has_bias: bool = setting(
-        False, "A bias on the router's logits (gpt-oss).", explicit_only=(True,))
+    moe_router_has_bias: bool = setting(False, "A bias on the router's logits (gpt-oss).", explicit_only=(True,))
     swiglu_limit: float | None = setting(
         None, "Experts compute (up + 1) * gate * sigmoid(swiglu_alpha * gate), with gate up to this limit and up within"
         " it on both sides (gpt-oss). Default null: silu(gate) * up.", gt=0)

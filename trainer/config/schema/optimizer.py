@@ -36,13 +36,9 @@ class OptimizerConfig(Section):
 
     # Names of fused versions, and of versions with float32 state, of the same update rule.
     type_aliases: ClassVar[dict[str, str]] = {
-        "FusedAdamW": "AdamW",
-        "FusedPmaAdamW": "PmaAdamW",
-        "FP32StateAdamWeightDecay": "AdamW",
-        "adamw": "AdamW",
-        "muon": "Muon",
-        "sgd": "SGD",
-    }
+        "FusedAdamW": "AdamW", "FusedPmaAdamW": "PmaAdamW", "FP32StateAdamWeightDecay": "AdamW",
+        "adamw": "AdamW", "muon": "Muon", "sgd": "SGD",
+    }  # fmt: skip
 
     type: Literal["AdamW", "PmaAdamW", "SGD", "Muon"] = setting(
         "AdamW", "Update rule; Muon leaves embedding, head, norms and biases to AdamW. PmaAdamW replaces the weights by"
@@ -107,14 +103,10 @@ class _Schedule(Section):
     default_type: ClassVar[str] = "CosineWithWarmUpLR"
     # MindSpore Transformers registers these names in addition to those of its classes.
     type_aliases: ClassVar[dict[str, str]] = {
-        "constant_with_warmup": "ConstantWarmUpLR",
-        "linear": "LinearWithWarmUpLR",
-        "cosine": "CosineWithWarmUpLR",
-        "cosine_with_restarts": "CosineWithRestartsAndWarmUpLR",
-        "polynomial": "PolynomialWithWarmUpLR",
-        "cosine_annealing": "CosineAnnealingLR",
-        "cosine_annealing_warm_restarts": "CosineAnnealingWarmRestarts",
-    }
+        "constant_with_warmup": "ConstantWarmUpLR", "linear": "LinearWithWarmUpLR", "cosine": "CosineWithWarmUpLR",
+        "cosine_with_restarts": "CosineWithRestartsAndWarmUpLR", "polynomial": "PolynomialWithWarmUpLR",
+        "cosine_annealing": "CosineAnnealingLR", "cosine_annealing_warm_restarts": "CosineAnnealingWarmRestarts",
+    }  # fmt: skip
 
     total_steps: int = setting(
         -1, "Optimizer steps over which the schedule runs. Default -1: all steps of the run (epochs x steps per"

@@ -66,8 +66,7 @@ class ParallelOptimizerConfig(Section):
 class PipelineConfig(Section):
     """How the micro-batches of a pipeline follow each other (YAML ``parallel.pipeline_config``)."""
 
-    pipeline_interleave: bool = setting(
-        False, "A stage has pp_interleave_num model chunks.")
+    pipeline_interleave: bool = setting(False, "A stage has pp_interleave_num model chunks.")
     pipeline_scheduler: Literal["1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"] = setting(
         "1f1b", "Order of forward and backward passes: 1f1b, or gpipe with all forward passes first; the others are"
         " MindSpore's, in semi-automatic mode.")
@@ -154,8 +153,7 @@ class RecomputeConfig(Section):
         " backward pass, written like recompute.")
     mp_comm_recompute: bool = setting(
         True, "Semi-automatic mode: recomputation also repeats the communication of model_parallel.")
-    parallel_optimizer_comm_recompute: bool = setting(
-        False, "With recomputation: as optimizer_level level3.")
+    parallel_optimizer_comm_recompute: bool = setting(False, "With recomputation: as optimizer_level level3.")
     recompute_slice_activation: bool = setting(
         False, "Semi-automatic mode: the ranks of model_parallel shard the tensors that recomputation keeps.")
 
@@ -217,30 +215,22 @@ class MonitorConfig(Section):
         return frozenset(value or ())
 
 
+def _rate(description: str, **bounds: Any) -> Any:
+    return setting(None, f"{description}. Default null: that of docs/search.md.", **bounds)
+
+
 class HardwareConfig(Section):
     """Rates and links of a device, for estimates of the time of a step by `plan --search` (YAML ``hardware``)."""
 
-    peak_tflops: float | None = setting(
-        None, "Peak of matrix products, TFLOP/s of a rank. Default null: that of docs/search.md.", gt=0)
-    products: float | None = setting(
-        None, "Share of the peak that products with matrices reach. Default null: that of docs/search.md.", gt=0, le=1)
-    experts: float | None = setting(
-        None, "Share of the peak that grouped products of experts reach. Default null: that of docs/search.md.",
-        gt=0, le=1)
-    attention: float | None = setting(
-        None, "Share of the peak that attention reaches. Default null: that of docs/search.md.", gt=0, le=1)
-    memory_gbps: float | None = setting(
-        None, "Bandwidth of a rank's memory, GB/s. Default null: that of docs/search.md.", gt=0)
-    layer_overhead: float | None = setting(
-        None, "Microseconds that a pass of a layer takes beside its operators. Default null: that of docs/search.md.",
-        ge=0)
+    peak_tflops: float | None = _rate("Peak of matrix products, TFLOP/s of a rank", gt=0)
+    products: float | None = _rate("Share of the peak that products with matrices reach", gt=0, le=1)
+    experts: float | None = _rate("Share of the peak that grouped products of experts reach", gt=0, le=1)
+    attention: float | None = _rate("Share of the peak that attention reaches", gt=0, le=1)
+    memory_gbps: float | None = _rate("Bandwidth of a rank's memory, GB/s", gt=0)
+    layer_overhead: float | None = _rate("Microseconds that a pass of a layer takes beside its operators", ge=0)
     ranks_per_node: int | None = setting(
         None, "Ranks of a node. Default null: --local_ranks, or that of docs/search.md.", ge=1, le=RANKS)
-    node_gbps: float | None = setting(
-        None, "What a rank sends to others of its node, GB/s. Default null: that of docs/search.md.", gt=0)
-    node_latency: float | None = setting(
-        None, "Microseconds of a collective in a node. Default null: that of docs/search.md.", ge=0)
-    network_gbps: float | None = setting(
-        None, "What a rank sends to other nodes, GB/s. Default null: that of docs/search.md.", gt=0)
-    network_latency: float | None = setting(
-        None, "Microseconds of a collective between nodes. Default null: that of docs/search.md.", ge=0)
+    node_gbps: float | None = _rate("What a rank sends to others of its node, GB/s", gt=0)
+    node_latency: float | None = _rate("Microseconds of a collective in a node", ge=0)
+    network_gbps: float | None = _rate("What a rank sends to other nodes, GB/s", gt=0)
+    network_latency: float | None = _rate("Microseconds of a collective between nodes", ge=0)

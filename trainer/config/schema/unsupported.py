@@ -15,18 +15,14 @@ import yaml
 from pydantic import Field
 
 Support: TypeAlias = Literal["supported", "ignored", "not_yet"]
+_SUPPORT: dict[str, Support] = {"ignored": "ignored", "not_yet": "not_yet"}
 
 OTHER_NAMES = {
-    "router_dense_type": "moe_router_dtype",
-    "use_random_expert": "moe_router_force_expert_balance",
-    "emb_dropout_prob": "embed_dropout_prob",
-    "checkpoint_name_or_path": "pretrained_model_name_or_path",
-    "ffn_concat": "mlp_concat",
-    "residual_dtype": "res_dtype",
-    "torch_dtype": "dtype",
-    "broadcast_data": "use_broadcast_data",
-    "generation": "generation_config",
-}
+    "router_dense_type": "moe_router_dtype", "use_random_expert": "moe_router_force_expert_balance",
+    "emb_dropout_prob": "embed_dropout_prob", "checkpoint_name_or_path": "pretrained_model_name_or_path",
+    "ffn_concat": "mlp_concat", "residual_dtype": "res_dtype", "torch_dtype": "dtype",
+    "broadcast_data": "use_broadcast_data", "generation": "generation_config",
+}  # fmt: skip
 """Keys of the table that have another name."""
 
 _TYPES: dict[str, Any] = {
@@ -56,12 +52,8 @@ def unsupported_keys(section: str) -> Iterator[tuple[str, Any, Any, Support, str
     The keys of a section that is unsupported as a whole have no reason of their own: it is "".
     """
     for kind, reasons in read_table(Path(__file__).with_suffix(".yaml")).get(section, {}).items():
-        support: Support = "supported"
-        if kind == "ignored":
-            support = "ignored"
-        elif kind == "not_yet":
-            support = "not_yet"
-        else:
+        support = _SUPPORT.get(kind, "supported")
+        if support == "supported":
             reasons = {"": reasons}
         for reason, keys in reasons.items():
             for name, declared in keys.items():
