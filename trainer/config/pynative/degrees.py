@@ -101,8 +101,7 @@ def set_stage_layers(work: Translation, row: Row) -> None:
     first = 0
     for begin, end in (of_stage[chunk] for chunk in range(chunks) for of_stage in ranges):
         if begin != first or end < begin:
-            rule = f"has the range {begin}-{end} where one from layer {first} on belongs"
-            work.problem(row.old, rule, fix)
+            work.problem(row.old, f"has the range {begin}-{end} where one from layer {first} on belongs", fix)
             return
         sizes.append(end + 1 - begin)
         first = end + 1

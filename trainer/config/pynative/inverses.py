@@ -28,16 +28,6 @@ def max_norm(config: Config) -> float:
     return NO_CLIPPING
 
 
-def enable_save(config: Config) -> bool:
-    """Returns whether checkpoints are saved before the end of the run."""
-    return config.checkpoint_monitor.save_checkpoint_steps > 0
-
-
-def save_interleaved_steps(config: Config) -> Any:
-    """Returns the steps between checkpoints."""
-    return config.checkpoint_monitor.save_checkpoint_steps or ...
-
-
 def callbacks(config: Config) -> list[Any]:
     """Returns the callbacks without those that the newer schema adds."""
     return [entry for entry in plain_values(config)["callbacks"] if entry["type"] not in _ADDED]

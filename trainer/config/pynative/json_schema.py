@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -174,20 +174,14 @@ def _merged_section(row: Row, root: dict[str, Any]) -> dict[str, Any]:
     places = [row.new]
     if row.old == "model":
         places.append(_EXPERTS)
-    merged = _section(re.sub(r"\s*Default\b.*$", "", declaration(root, row.new).get("description", "")))
-    for name, choices in _collected(root, places).items():
-        merged["properties"][name] = _union(choices)
-    return merged
-
-
-def _collected(root: dict[str, Any], places: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the different schemas of each key of these sections."""
-    choices: dict[str, list[dict[str, Any]]] = {}
+    choices: dict[str, list[dict[str, Any]]] = {}  # the different schemas of each key
     for properties in (each for place in places for each in properties_of(root, place)):
         for name, schema in properties.items():
             if schema not in choices.setdefault(name, []):
                 choices[name].append(deepcopy(schema))
-    return choices
+    merged = _section(re.sub(r"\s*Default\b.*$", "", declaration(root, row.new).get("description", "")))
+    merged["properties"] = {name: _union(variants) for name, variants in choices.items()}
+    return merged
 
 
 def _union(choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -195,12 +189,6 @@ def _union(choices: list[dict[str, Any]]) -> dict[str, Any]:
     if len(choices) == 1:
         return choices[0]
     if all("const" in choice or "enum" in choice for choice in choices):
-        values = [value for choice in choices for value in _values(choice)]
+        values = [value for choice in choices for value in choice.get("enum") or [choice["const"]]]
         return {"enum": list(dict.fromkeys(values)), "description": choices[0].get("description", "")}
     return {"anyOf": choices, "description": choices[0].get("description", "")}
-
-
-def _values(choice: Mapping[str, Any]) -> Iterator[Any]:
-    if "const" in choice:
-        yield choice["const"]
-    yield from choice.get("enum", ())

@@ -8,21 +8,10 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from trainer.config.families import has_latent_attention, named_family, source_class
 from trainer.config.note import Note
-from trainer.config.pynative import inverses
-from trainer.config.pynative.degrees import (
-    set_context_method,
-    set_degree,
-    set_schedule,
-    set_sequence_parallel,
-    set_sharding,
-    set_sharding_level,
-    set_stage_layers,
-    set_ulysses_degree,
-)
+from trainer.config.pynative import degrees, inverses
 from trainer.config.pynative.latent import asks_for_latent_attention, set_latent_attention
 from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Entry, Items, Table, plain, tree
@@ -227,10 +216,6 @@ def _clipping_norm(work: Translation, row: Row) -> None:
         work.set_key(row.new, norm, row.old)
 
 
-def _texts(layers: list[Any]) -> list[str]:
-    return [str(layer) for layer in layers]
-
-
 def _norms(names: bool | str | list[str]) -> bool | list[str]:
     """Returns which norms are recorded: all, none, or those of parameters with these parts in their names."""
     if isinstance(names, str):
@@ -258,32 +243,34 @@ ROWS = (
     # There it is read by nobody; here it is a folder like save_path, which wins.
     Row("output_dir", "output_dir", "str", "", "output_dir"),
     # _saving reads these four.
-    Row("checkpoint.enable_save", "", "bool", True, inverse=inverses.enable_save),
+    Row("checkpoint.enable_save", "", "bool", True,
+        inverse=lambda config: config.checkpoint_monitor.save_checkpoint_steps > 0),
     Row("checkpoint.save_max", "", "int", 5, inverse=lambda config: config.checkpoint_monitor.keep_checkpoint_max),
     Row("checkpoint.async_save", "", "bool", False, inverse=lambda config: config.checkpoint_monitor.async_save),
-    Row("checkpoint.save_interleaved_steps", "", "int", 1000, inverse=inverses.save_interleaved_steps),
+    Row("checkpoint.save_interleaved_steps", "", "int", 1000,
+        inverse=lambda config: config.checkpoint_monitor.save_checkpoint_steps or ...),
     Row("checkpoint.save_path", "output_dir", "str", "", "checkpoint.save_path",
         note="the folder of the run; the checkpoints are in {}/checkpoints"),
     Row("checkpoint.load_path", "load_checkpoint", "str", "", "checkpoint.load_path"),
     Row("checkpoint.no_load_optim", "resume_training", "bool", False, "checkpoint.load_path", _OPPOSITE),
-    Row("parallelism.tensor_parallel", "parallel_config.model_parallel", "int", apply=set_degree),
+    Row("parallelism.tensor_parallel", "parallel_config.model_parallel", "int", apply=degrees.set_degree),
     Row("parallelism.sequence_parallel", "parallel_config.use_seq_parallel", "bool", False,
-        apply=set_sequence_parallel),
-    Row("parallelism.context_parallel", "parallel_config.context_parallel", "int", apply=set_degree),
+        apply=degrees.set_sequence_parallel),
+    Row("parallelism.context_parallel", "parallel_config.context_parallel", "int", apply=degrees.set_degree),
     Row("parallelism.context_parallel_method", "parallel_config.context_parallel_algo", "str", "colossal",
-        apply=set_context_method, inverse=inverses.context_parallel_method),
-    Row("parallelism.ulysses_degree_in_cp", "parallel_config.ulysses_degree_in_cp", "int", apply=set_ulysses_degree,
-        inverse=inverses.ulysses_degree_in_cp),
-    Row("parallelism.pipeline_parallel", "parallel_config.pipeline_stage", "int", apply=set_degree),
+        apply=degrees.set_context_method, inverse=inverses.context_parallel_method),
+    Row("parallelism.ulysses_degree_in_cp", "parallel_config.ulysses_degree_in_cp", "int",
+        apply=degrees.set_ulysses_degree, inverse=inverses.ulysses_degree_in_cp),
+    Row("parallelism.pipeline_parallel", "parallel_config.pipeline_stage", "int", apply=degrees.set_degree),
     Row("parallelism.pipeline_parallel_interleave_num", f"{_MODEL}.pp_interleave_num", "int"),
     Row("parallelism.pipeline_parallel_schedule", "parallel.pipeline_config.pipeline_scheduler", "str", "1f1b",
-        apply=set_schedule),
-    Row("parallelism.expert_parallel", "parallel_config.expert_parallel", "int", apply=set_degree),
-    Row("parallelism.data_parallel_shard", "parallel.enable_parallel_optimizer", "int", -1, apply=set_sharding,
+        apply=degrees.set_schedule),
+    Row("parallelism.expert_parallel", "parallel_config.expert_parallel", "int", apply=degrees.set_degree),
+    Row("parallelism.data_parallel_shard", "parallel.enable_parallel_optimizer", "int", -1, apply=degrees.set_sharding,
         inverse=inverses.data_parallel_shard),
     Row("parallelism.data_parallel_shard_strategy", "parallel.parallel_optimizer_config.optimizer_level", "str",
-        "optim_grads_params", apply=set_sharding_level, inverse=inverses.data_parallel_shard_strategy),
-    # set_sharding_level reads it.
+        "optim_grads_params", apply=degrees.set_sharding_level, inverse=inverses.data_parallel_shard_strategy),
+    # degrees.set_sharding_level reads it.
     Row("parallelism.reshard_after_forward_policy", "", "str", "default", inverse=inverses.reshard_after_forward),
     Row("optimizer", "optimizer", "dict", {}, apply=_optimizer),
     Row("optimizer.type", "optimizer.type", default="AdamW"),
@@ -302,8 +289,8 @@ ROWS = (
     Row("train_dataset.prefetch_size", "train_dataset.prefetch_size", "int"),
     Row("model", _MODEL, "dict", {}, apply=_model),
     # Behind the model, whose layers it divides.
-    Row("parallelism.pipeline_parallel_layers_per_stage", f"{_MODEL}.offset", "str|list", apply=set_stage_layers,
-        inverse=inverses.layers_per_stage),
+    Row("parallelism.pipeline_parallel_layers_per_stage", f"{_MODEL}.offset", "str|list",
+        apply=degrees.set_stage_layers, inverse=inverses.layers_per_stage),
     Row("model.architectures", "model.arch.type"),
     *(Row(f"model.{old}", f"{_MODEL}.{new}") for new, old in _SIZES.items()),
     *(Row(f"model.{old}", f"{_MODEL}.moe_config.{new}") for new, old in _EXPERTS.items()),
@@ -320,7 +307,7 @@ ROWS = (
         inverse=inverses.exclude_layers),
     Row("recompute.mode", "", "str", apply=_recompute_mode, inverse=inverses.recompute_mode),
     Row("recompute.full_recompute_layer", "recompute_config.recompute", "list", None, "recompute.mode=full",
-        Transform(_texts), inverse=inverses.full_recompute_layer),
+        Transform(lambda layers: [str(layer) for layer in layers]), inverse=inverses.full_recompute_layer),
     Row("recompute.select_module", "recompute_config.select_recompute", "dict|list", None, "recompute.mode=select",
         apply=_recompute_modules, inverse=inverses.select_module),
     # Both are errors on an Ascend, and without effect on a CPU.

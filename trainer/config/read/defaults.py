@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from trainer.config.checks.parallel import SEMI_AUTO
-from trainer.config.families import (
-    FAMILIES,
-    LATENT_DEFAULTS,
-    known_class,
-    named_family,
-    source_class,
-)
+from trainer.config.families import FAMILIES, LATENT_DEFAULTS, known_class, named_family, source_class
 from trainer.config.family.record import Family, SourceClass
 from trainer.config.layer_types import alternating_layer_types, layers_with_experts, window_layer_types
 from trainer.config.location import SourceLocation
@@ -45,7 +39,9 @@ def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> 
     _from_grouped_schedule(resolved)
     _from_sparse_layers(resolved)
     _from_optimizer(resolved)
-    _from_records(resolved)
+    records = resolved.section("monitor_config")
+    if records.get("monitor_on") is True and records.get("local_norm_format"):
+        _set_default(resolved, "runner_wrapper.local_norm", True, "monitor_config.local_norm_format")
     if resolved.section("loss").get("type") == "reward":
         _set_default(resolved, f"{_MODEL}.num_labels", 1, "loss.type")
     if not is_complete:
@@ -53,11 +49,7 @@ def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> 
 
 
 def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> bool:
-    """Sets a key that the file leaves out; its location is that of the key `because`, which implies it.
-
-    Returns:
-        Whether the key was not set before.
-    """
+    """Sets a key that the file leaves out, with the location of the key that implies it; returns whether it did so."""
     data = resolved.data
     *sections, name = key.split(".")
     for section in sections:
@@ -113,13 +105,6 @@ def _is_legacy(resolved: Resolved) -> bool:
     return is_semi_auto and trains and is_class and resolved.data.get("use_legacy") is not False
 
 
-def _from_records(resolved: Resolved) -> None:
-    """Switches on the norms of parameters if monitor_config records them."""
-    records = resolved.section("monitor_config")
-    if records.get("monitor_on") is True and records.get("local_norm_format"):
-        _set_default(resolved, "runner_wrapper.local_norm", True, "monitor_config.local_norm_format")
-
-
 def _from_family(resolved: Resolved, is_complete: bool) -> None:
     """Sets the keys that the name of a family implies: Qwen2 has biases on query, key and value, for example."""
     architecture = resolved.section("model.arch").get("type")
@@ -132,17 +117,14 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
             because = f"{_MODEL}.{key}"
             _set_default(resolved, "model.arch.type", architecture, because)
     architecture = _canonical_architecture(resolved, architecture)
-    family = None
-    if isinstance(architecture, str):
-        family = FAMILIES.get(architecture)
-    has_source_class = False
-    if family is not None and not is_complete:
-        has_source_class = _from_source_class(resolved, architecture)
+    family = FAMILIES.get(str(architecture))
+    has_source_class = family is not None and not is_complete and _from_source_class(resolved, architecture)
     has_output_bias = not architecture
     if family is not None:
         has_output_bias = family.has_output_bias
-    if has_output_bias:
-        _from_attention_bias(resolved)
+    biased = f"{_MODEL}.qkv_has_bias"  # Hugging Face's attention_bias also means the bias on o_proj
+    if has_output_bias and resolved.name_in_file(biased) == "attention_bias" and type(resolved.value(biased)) is bool:
+        _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", resolved.value(biased), biased)
     if family is not None:
         implied = dict(family.model)
         if resolved.section(_MODEL).get("sliding_window"):
@@ -160,14 +142,6 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
         _released_sizes(resolved, family)
     if family is not None:
         _family_experts(resolved, family, because)
-
-
-def _from_attention_bias(resolved: Resolved) -> None:
-    """Sets the bias on o_proj where Hugging Face's attention_bias means it, too; qkv_has_bias does not."""
-    key = f"{_MODEL}.qkv_has_bias"
-    value = resolved.section(_MODEL).get("qkv_has_bias")
-    if resolved.name_in_file(key) == "attention_bias" and isinstance(value, bool):
-        _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", value, key)
 
 
 def _alternate_windows(resolved: Resolved, family: Family, because: str) -> None:
@@ -291,11 +265,7 @@ def _released_sizes(resolved: Resolved, family: Family) -> None:
 
 
 def _set_class_defaults(
-    resolved: Resolved,
-    defaults: dict[str, Any],
-    because: str,
-    source: str = "",
-    implied: Mapping[str, Any] | None = None,
+    resolved: Resolved, defaults: dict[str, Any], because: str, source: str = "", implied: Mapping[str, Any] = {}
 ) -> list[str]:
     """Sets those defaults of a class that fit the keys of the file; returns texts of those that change the model.
 
@@ -304,34 +274,28 @@ def _set_class_defaults(
         implied: Keys of ``model_config`` that the family implies, which no text names.
     """
     used = []
-    implied = implied or {}
     place = resolved.positions[because]
     settings = resolved.section(_MODEL)
     longest = settings.get("max_position_embeddings")
     for name, value in defaults.items():
         if name == "seq_length" and isinstance(longest, int):
             value = min(value, longest)
+        path = _EXPERTS
+        kind: type[Section] = MoEConfig
         if name in yaml_names(ModelConfig):
-            key = f"{_MODEL}.{yaml_names(ModelConfig)[name]}"
-        else:
-            key = f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
-        main = key.rpartition(".")[2]
+            path = _MODEL
+            kind = ModelConfig
+        main = yaml_names(kind)[name]
+        key = f"{path}.{main}"
         if value is None or not _fits(name, value, settings) or not _set_default(resolved, key, value, because):
             continue
         if source:
             section = place.key.rpartition(".")[0]
             text = f"{place.text} (default of {source})"
             resolved.positions[key] = SourceLocation(place.order, text, f"{section}.{name}".lstrip("."))
-        if value not in (_schema_default(key), implied.get(main)):
+        if value not in (fields_by_yaml_name(kind)[main].default, implied.get(main)):
             used.append(f"{name} {value}")
     return used
-
-
-def _schema_default(key: str) -> Any:
-    section: type[Section] = ModelConfig
-    if key.startswith(_EXPERTS):
-        section = MoEConfig
-    return fields_by_yaml_name(section)[key.rpartition(".")[2]].default
 
 
 def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
@@ -339,25 +303,21 @@ def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
     moe = settings.get("moe_config")
     if not isinstance(moe, dict):
         moe = {}
-    if name == "moe_router_bias_update_rate":
-        return moe.get("balance_via_topk_bias") is True
-    if name == "moe_aux_loss_coeff":
-        return "router_aux_loss_coef" not in moe
-    if name == "moe_router_load_balancing_type":
-        return bool(moe.get("aux_loss_factor"))
     experts = moe.get("expert_num")
     groups = moe.get("n_group")
     layers = settings.get("num_layers")
-    if name == "pad_token_id":
-        vocabulary = settings.get("vocab_size")
-        return not isinstance(vocabulary, int) or vocabulary > value
-    if name == "num_experts_per_tok":
-        return not isinstance(experts, int) or experts >= value
-    if name == "n_group":
-        return isinstance(experts, int) and experts % value == 0 and experts > value
-    if name == "topk_group":
-        return isinstance(groups, int) and groups >= value
-    return name != "first_k_dense_replace" or not isinstance(layers, int) or layers > value
+    vocabulary = settings.get("vocab_size")
+    rules: dict[str, Callable[[], bool]] = {
+        "moe_router_bias_update_rate": lambda: moe.get("balance_via_topk_bias") is True,
+        "moe_aux_loss_coeff": lambda: "router_aux_loss_coef" not in moe,
+        "moe_router_load_balancing_type": lambda: bool(moe.get("aux_loss_factor")),
+        "pad_token_id": lambda: not isinstance(vocabulary, int) or vocabulary > value,
+        "num_experts_per_tok": lambda: not isinstance(experts, int) or experts >= value,
+        "n_group": lambda: isinstance(experts, int) and experts % value == 0 and experts > value,
+        "topk_group": lambda: isinstance(groups, int) and groups >= value,
+        "first_k_dense_replace": lambda: not isinstance(layers, int) or layers > value,
+    }
+    return name not in rules or rules[name]()
 
 
 def _from_aliases(resolved: Resolved) -> None:
@@ -439,15 +399,11 @@ def _from_flat_yarn(resolved: Resolved) -> None:
     for name in (name for name in names if settings.get(name) is not None):
         settings["rope_scaling"].pop(name, None)
         _set_default(resolved, f"{_MODEL}.rope_scaling.{name}", settings[name], f"{_MODEL}.{name}")
-    if settings.get("multi_latent_attention"):
-        unset = (0.707, 0.707)
-    else:
-        unset = (1.0, 0.0)
-    scales = [settings.get(name, default) for name, default in zip(names[2:4], unset, strict=True)]
+    scales = [settings.get("mscale", 1.0), settings.get("mscale_all_dim", 0.0)]
     are_numbers = all(isinstance(value, int | float) for value in scales)
     if not existing and settings.get("multi_latent_attention"):
-        for name, value in zip(names[2:4], scales, strict=True):
-            _set_default(resolved, f"{_MODEL}.rope_scaling.{name}", value, because)
+        for name in ("mscale", "mscale_all_dim"):
+            _set_default(resolved, f"{_MODEL}.rope_scaling.{name}", settings.get(name, 0.707), because)
     elif not existing and not all(scales) and are_numbers and isinstance(factor, int | float) and factor >= 1:
         numerator, denominator = (0.1 * scale * math.log(factor) + 1 for scale in scales)
         _set_default(resolved, f"{_MODEL}.rope_scaling.attention_factor", numerator / denominator, because)

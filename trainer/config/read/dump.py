@@ -106,10 +106,7 @@ def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
         return
     for name, item in items:
-        path = str(name)
-        if key:
-            path = f"{key}.{name}"
-        yield from flatten(item, path)
+        yield from flatten(item, f"{key}.{name}".lstrip("."))
 
 
 def value_text(value: Any) -> str:

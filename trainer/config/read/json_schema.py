@@ -19,20 +19,19 @@ def json_schema() -> dict[str, Any]:
     schema = Config.model_json_schema(by_alias=True)
     definitions = schema["$defs"]
     for section in _all_sections():
-        if section is Config:
-            section_schema = schema
-        else:
-            section_schema = definitions[section.__name__]
+        section_schema = definitions.get(section.__name__, schema)  # of Config: the file
         _allow_empty_sections(section, section_schema)
-        _add_aliases(section, section_schema)
+        properties = section_schema["properties"]
+        for name, main in yaml_names(section).items():
+            properties.setdefault(name, _alias_schema(properties[main], main))
         if section.type_aliases:
-            types = section_schema["properties"]["type"]
-            if "enum" in types:
-                known = types["enum"]
-            else:
-                known = [types.pop("const")]
+            types = properties["type"]
+            known = types.get("enum") or [types.pop("const")]
             types["enum"] = [*known, *section.type_aliases]
-    _add_places(schema)
+    for row in rows_by_place().values():  # the other places of keys, which `relocate` accepts
+        path, _, name = row.old.rpartition(".")
+        for properties in properties_of(schema, path):
+            properties.setdefault(name, _alias_schema(declaration(schema, row.new), row.new))
     for section_schema in (schema, *definitions.values()):
         _drop_discriminators(section_schema)
     return {
@@ -61,25 +60,10 @@ def _allow_empty_sections(section: type[Section], schema: dict[str, Any]) -> Non
             schema["properties"][key] = {"anyOf": [inner, {"type": "null"}], **outer}
 
 
-def _add_aliases(section: type[Section], schema: dict[str, Any]) -> None:
-    properties = schema["properties"]
-    for name, main in yaml_names(section).items():
-        if name not in properties:
-            properties[name] = _alias_schema(properties[main], main)
-
-
 def _alias_schema(schema: dict[str, Any], main: str) -> dict[str, Any]:
     """Returns the schema of a key for another name of it, without the default: only the main name has one."""
     copy = {key: value for key, value in deepcopy(schema).items() if key != "default"}
     return {**copy, "description": f"Another name of {main}. {schema.get('description', '')}".rstrip()}
-
-
-def _add_places(schema: dict[str, Any]) -> None:
-    """Adds the other places of keys, which `relocate` accepts."""
-    for row in rows_by_place().values():
-        section, _, name = row.old.rpartition(".")
-        for properties in properties_of(schema, section):
-            properties.setdefault(name, _alias_schema(declaration(schema, row.new), row.new))
 
 
 def properties_of(schema: dict[str, Any], section: str) -> list[dict[str, Any]]:

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from trainer.config.pynative.translate import Translation
 
 
-def load_config(
-    path: str, overrides: Sequence[Override] = (), problems: list[ConfigError] | None = None
-) -> Config:
+def load_config(path: str, overrides: Sequence[Override] = (), problems: list[ConfigError] | None = None) -> Config:
     """Reads a configuration: defaults, then the file, then each override in order.
 
     Args:
@@ -89,26 +87,20 @@ def parse_config(
     return config
 
 
-def _translate(
-    name: str, root: Table, overrides: Sequence[Override]
-) -> tuple[Translation, Sequence[Override]]:
+def _translate(name: str, root: Table, overrides: Sequence[Override]) -> tuple[Translation, Sequence[Override]]:
     """Translates a file of the newer schema with the overrides of its keys; returns the other overrides, too."""
     from trainer.config.pynative.translate import is_pynative_key, translate
 
     nulls = ("null", "None", "~")  # these remove any key that is written
     device = "context.device_target"  # a key of both schemas, which decides what a sharding strategy means
     source_overrides = [
-        override
-        for override in overrides
-        if is_pynative_key(override.key)
-        or override.key == device
-        or (override.text in nulls and find_entry(root, override.key))
+        each for each in overrides
+        if is_pynative_key(each.key) or each.key == device or (each.text in nulls and find_entry(root, each.key))
     ]
     # In MindSpore Transformers `--mode 1` selects the schema; here `--context.mode 1` runs operator by operator.
     others = [
-        override
-        for override in overrides
-        if override not in source_overrides and (override.source, override.text) != ("flag --mode", "1")
+        each for each in overrides
+        if each not in source_overrides and (each.source, each.text) != ("flag --mode", "1")
     ]
     problems, notes = apply_overrides(root, source_overrides)
     translation = translate(name, root)
@@ -119,14 +111,10 @@ def _translate(
 
 def _independent(broken_rules: list[ConfigError], problems: list[ConfigError]) -> list[ConfigError]:
     """Leaves out broken rules that may only follow from another problem: a wrong value was replaced by its default."""
-    unsure: set[str] = set()
-    for problem in problems:
-        if problem.is_extra:
-            continue
-        if problem.is_absent:
-            unsure.add("model")
-        else:
-            unsure.add(problem.error.key.rpartition(".")[0])
+    known = [problem for problem in problems if not problem.is_extra]
+    unsure = {problem.error.key.rpartition(".")[0] for problem in known if not problem.is_absent}
+    if any(problem.is_absent for problem in known):
+        unsure.add("model")
     unsure.discard("")
     unsure |= {section for section, of in (("optimizer", "lr_schedule"), ("model", "model.arch")) if of in unsure}
     return [

@@ -136,8 +136,7 @@ def _read_json(file: Path, place: SourceLocation, name: str, folder_key: str = K
         rule = f"is not valid JSON: {getattr(error, 'msg', error)}"
         raise UserError(rule, where=f"{file}:{line}", key=file.name, fix="correct the file, or copy it again") from None
     except RecursionError:
-        rule = "is nested too deep"
-        raise UserError(rule, where=f"{file}:1", key=file.name, fix="copy the file again") from None
+        raise UserError("is nested too deep", where=f"{file}:1", key=file.name, fix="copy the file again") from None
     if not isinstance(parsed, dict):
         raise UserError("must be a JSON object", where=f"{file}:1", key=file.name, fix="copy the file again")
     # JSON is YAML except for tabs, which occur between values only: in a string they are written as \\t.
@@ -146,9 +145,7 @@ def _read_json(file: Path, place: SourceLocation, name: str, folder_key: str = K
     return Table()
 
 
-def _family(
-    resolved: Resolved, settings: Mapping[str, Any], places: Mapping[str, SourceLocation]
-) -> tuple[str, str]:
+def _family(resolved: Resolved, settings: Mapping[str, Any], places: Mapping[str, SourceLocation]) -> tuple[str, str]:
     """Returns the class as which a model is built, and the known class that its settings name, or "".
 
     Args:
@@ -202,11 +199,7 @@ def _resolve_json(entries: dict[str, Entry]) -> Resolved:
 
 
 def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
-    """Returns the values of config.json, and its class's defaults for keys that it leaves out.
-
-    Raises:
-        UserError: The family is not named or not known.
-    """
+    """Returns the values of config.json, which must name a known family, and its class's defaults for other keys."""
     entries = table.entries()
     values = plain(table)
     problems = _score_head(entries, values)
@@ -293,8 +286,9 @@ def classify_key(key: str, value: Any, family: str, named: str) -> Literal["read
     known = FAMILIES[family]
     if key == "auto_map" and named:  # names the published code of a known class
         return "harmless"
-    if key == "quantization_config" and known.interleaves_experts and _quantization(value) == "mxfp4":
-        return "harmless"  # the weights are read as numbers
+    if key == "quantization_config" and known.interleaves_experts and isinstance(value, dict):
+        if value.get("quant_method") == "mxfp4":
+            return "harmless"  # the weights are read as numbers
     is_expert_count = key in ("num_local_experts", "num_experts") and known.is_mixture
     if key in _WINDOW_KEYS:
         if known.windows or not named:
@@ -315,12 +309,6 @@ def classify_key(key: str, value: Any, family: str, named: str) -> Literal["read
     if value in (None, False, "", [], {}):
         return "harmless"
     return "unknown"
-
-
-def _quantization(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value.get("quant_method")
-    return None
 
 
 def _unsupported(key: str, entry: Entry, family: Family) -> list[ConfigError]:

@@ -86,9 +86,7 @@ def writable_node(entry: Entry) -> Node:
     """Returns the entry's node for changes: for an alias a copy, whose children are aliases in turn."""
     node = entry.node
     if entry.is_alias:
-        aliases = {
-            key: Entry(child.node, child.place._replace(key=""), is_alias=True) for key, child in children(node)
-        }
+        aliases = {key: Entry(child.node, child.place._replace(key=""), is_alias=True) for key, child in children(node)}
         if isinstance(node, Scalar):
             entry.node = Scalar(node.value)
         elif isinstance(node, Items):

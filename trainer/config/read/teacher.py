@@ -46,7 +46,9 @@ def read_teacher(resolved: Resolved, path: str) -> tuple[Config | None, list[Con
     if teacher.problems:
         return None, teacher.problems
     if loss.get("teacher_dtype") is None:
-        loss["teacher_dtype"] = _dtype_in_memory(Path(name).expanduser(), place)
+        loss["teacher_dtype"] = "float32"
+        if saved_dtype(Path(name).expanduser(), place, _KEY) == "bfloat16":
+            loss["teacher_dtype"] = "bfloat16"
         resolved.positions[_DTYPE] = SourceLocation(place.order, f"{place.text} ({_KEY})")
     apply_derived_defaults(teacher)
     resolved.notes += [Note(f"{_KEY}: {note}", getattr(note, "kind", "results")) for note in teacher.notes]
@@ -56,9 +58,3 @@ def read_teacher(resolved: Resolved, path: str) -> tuple[Config | None, list[Con
         return None, problems
     config = config.with_source(source)
     return config, [*not_yet_problems(config), *rule_problems(config)]
-
-
-def _dtype_in_memory(folder: Path, place: SourceLocation) -> str:
-    if saved_dtype(folder, place, _KEY) == "bfloat16":
-        return "bfloat16"
-    return "float32"

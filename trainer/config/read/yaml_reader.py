@@ -35,7 +35,7 @@ MAX_LEVELS = 64
 _ELLIPSIS = re.compile(r"^[ \t]*\.\.\.[ \t]*$")
 _PATTERNS = (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|None|", "~nN"),
+    ("null", r"~|null|Null|NULL|None|", ["~", "n", "N", ""]),  # PyYAML looks an empty scalar up under the letter ""
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
     ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
@@ -48,12 +48,7 @@ class ScalarResolver(BaseResolver):
 
 
 for _name, _pattern, _letters in _PATTERNS:
-    # An empty scalar is null: PyYAML looks it up under the letter "".
-    if _name == "null":
-        _first = [*_letters, ""]
-    else:
-        _first = [*_letters]
-    ScalarResolver.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first)
+    ScalarResolver.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), [*_letters])
 
 _LONGEST_PART = 100
 """Characters of each part of a dotted key in a location, of which there is one for each value."""
@@ -244,10 +239,7 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         table = Table()
         while not self.check_event(events.MappingEndEvent):
             event = self.peek_event()
-            if isinstance(event, events.ScalarEvent):
-                place = self._place_of(event, event.value)
-            else:
-                place = self._place_of(event)
+            place = self._place_of(event, getattr(event, "value", ""))
             if isinstance(event, events.ScalarEvent) and event.value == "<<" and event.implicit[0]:
                 self.get_event()
                 table.bases.extend(self._bases(place))
@@ -327,9 +319,8 @@ def _compose(
         raise _syntax_error(name, error) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        rule = f"the character U+{error.character:04X} is not text"
-        fix = "remove it, or give a YAML text file"
-        raise UserError(rule, where=f"{name}:{line}", fix=fix) from None
+        raise UserError(f"the character U+{error.character:04X} is not text", where=f"{name}:{line}",
+                        fix="remove it, or give a YAML text file") from None
     except (ValueError, OverflowError) as error:  # PyYAML passes an escape such as \\UFFFFFFFF to chr
         where = name
         if composer is not None:
@@ -377,9 +368,8 @@ def read_text(path: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = content[error.start]
-        rule = f"byte 0x{byte:02x} is not UTF-8 text"
-        fix = "save the file as UTF-8"
-        raise UserError(rule, where=f"{path}:{line}", fix=fix) from None
+        raise UserError(f"byte 0x{byte:02x} is not UTF-8 text", where=f"{path}:{line}",
+                        fix="save the file as UTF-8") from None
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise UserError("the file is binary, not text", where=f"{path}:{line}", fix=example)
@@ -398,8 +388,7 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
     roots, notes = _without_ellipses(name, text)
     if len(roots) > 1:
         where = roots[1].place.text
-        fix = "keep one document, remove its '---'"
-        raise UserError("a second document starts here", where=where, fix=fix)
+        raise UserError("a second document starts here", where=where, fix="keep one document, remove its '---'")
     if not roots or is_null(roots[0].node):
         raise UserError("the file is empty", where=f"{name}:1", fix="write sections such as model: and train_dataset:")
     root = roots[0].node
@@ -432,6 +421,5 @@ def parse_value(text: str, place: SourceLocation, key: str, most: int = MAX_VALU
     except TooLarge as error:
         raise error.with_location(place.text, key) from None
     except UserError:
-        rule = "is not a valid list, mapping or quoted text"
-        fix = "write [a, b] or {a: b}"
-        raise UserError(rule, where=place.text, key=key, value=text, fix=fix) from None
+        raise UserError("is not a valid list, mapping or quoted text", where=place.text, key=key, value=text,
+                        fix="write [a, b] or {a: b}") from None
