@@ -26,12 +26,7 @@ from trainer.models.moe import MoeLayer
 from trainer.models.spec.adapters import layer_targets
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import is_buffer
-from trainer.models.spec.shapes import (
-    all_shapes,
-    attention_shapes,
-    dropped_projections,
-    mlp_shapes,
-)
+from trainer.models.spec.shapes import all_shapes, attention_shapes, dropped_projections, mlp_shapes
 from trainer.semi_auto.graph_parts import graph_parts
 
 if TYPE_CHECKING:
@@ -194,11 +189,7 @@ class _Flat(nn.Cell):
 
 
 def flat_arguments(
-    settings: ModelConfig,
-    kernels: KernelSet,
-    inputs: ModelInputs,
-    layers: Sequence[int],
-    weights: Mapping[str, Tensor],
+    settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs, layers: Sequence[int], weights: Mapping[str, Tensor]
 ) -> tuple[list[Tensor], tuple, dict[int, str]]:
     """Returns the arguments of a `StepGraph`, their structure, and for the number of each weight its name."""
     arguments: list[Tensor] = []
@@ -275,9 +266,7 @@ def _input_groups(
     yield [_dropout_masks(settings, kernels, inputs, layer) for layer in layers]
 
 
-def _dropout_masks(
-    settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs, layer: int
-) -> list[Tensor | None]:
+def _dropout_masks(settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs, layer: int) -> list[Tensor | None]:
     """Returns the dropout masks of a layer: scores, attention, MLP and adapters; None where nothing is dropped."""
     tokens = inputs.ids_N.shape[0]
     stream = None

@@ -97,8 +97,7 @@ def _vocabulary_problems(config: Config, adapters: PetConfig) -> Iterator[Config
 def _method_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
     """Yields errors for keys of initial values that contradict each other, and a rank that a matrix does not have."""
     if adapters.use_dora and adapters.lora_dropout:
-        rule = "is not supported with use_dora"
-        yield problem(config, f"{SECTION}.lora_dropout", rule, "set it to 0")
+        yield problem(config, f"{SECTION}.lora_dropout", "is not supported with use_dora", "set it to 0")
     if not adapters.changes_base:
         return
     if adapters.base_dtype != "float32":
@@ -206,11 +205,10 @@ def adapter_notes(config: Config) -> Iterator[str]:
     if adapters is None or not config.trains:
         return
     yield from _target_notes(config, adapters)
-    targets = [names for names in _all_matrices(config.decoder) if adapters.targets(names)]
-    targets += [names for _, names in _other_modules(config.decoder) if adapters.targets(names)]
-    targets += [names for names in vocabulary_modules().values() if adapters.targets(names)]
+    others = [names for _, names in _other_modules(config.decoder)]
+    modules = [*_all_matrices(config.decoder), *others, *vocabulary_modules().values()]
     for expression in adapters.excluding:
-        if not any(adapters.excludes(expression, names) for names in targets):
+        if not any(adapters.targets(names) and adapters.excludes(expression, names) for names in modules):
             yield f"{_EXCLUDED}: {expression!r} excludes nothing that target_modules matches"
     names = [name for name, _ in adapted_matrices(config.decoder)]
     for key in ("rank_pattern", "alpha_pattern"):

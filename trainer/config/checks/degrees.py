@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from trainer.config.checks.problem import ConfigError, problem
+from trainer.config.checks.problem import ConfigError, one_of, problem
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
 from trainer.models.spec.sublayers import attention_spec, latent_spec
@@ -112,8 +112,7 @@ def expert_problems(config: Config) -> Iterator[ConfigError]:
     number = settings.experts.expert_num
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if number % section.expert_parallel:
-        rule = f"must divide the {number} experts of a layer"
-        yield problem(config, key, rule, set_to_divisor(number))
+        yield problem(config, key, f"must divide the {number} experts of a layer", set_to_divisor(number))
     if tokens % section.model_parallel:
         rule = f"must divide {_tokens_text(tokens, section.context_parallel)}, which its ranks share for the experts"
         yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
@@ -163,9 +162,6 @@ def pipeline_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def _any_of(numbers: Sequence[int]) -> str:
-    shown = numbers
     if len(numbers) > 6:
-        shown = [*numbers[:5], "..."]
-    if len(shown) > 1:
-        return f"{', '.join(map(str, shown[:-1]))} or {shown[-1]}"
-    return str(shown[0])
+        return one_of([*numbers[:5], "..."])
+    return one_of(numbers)

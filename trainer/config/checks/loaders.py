@@ -58,8 +58,7 @@ def _kwargs(config: Config, loader: SftLoader, key: str) -> Iterator[ConfigError
         elif name in _COLUMNS and not isinstance(value, str):
             yield problem(config, where, "must be the name of a column", "write a text", value=value)
         elif loader.holds_chats and name in _CHAT_NAMES and value not in _CHAT_NAMES[name]:
-            rule = f"must be {one_of(_CHAT_NAMES[name])}"
-            yield problem(config, where, rule, "rename it in the file", value=value)
+            yield problem(config, where, f"must be {one_of(_CHAT_NAMES[name])}", "rename it in the file", value=value)
     pair = arguments.get("from_keyword", "from"), arguments.get("value_keyword", "value")
     named = all(pair[place] in _CHAT_NAMES[name] for place, name in enumerate(("from_keyword", "value_keyword")))
     if loader.holds_chats and named and pair not in _PAIRS:

@@ -118,9 +118,8 @@ def _embedding(config: Config) -> Iterator[ConfigError]:
         rule = f"contradicts tie_word_embeddings = {shorten_repr(tied)} ({place})"
         yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _REMOVE_ONE)
     if decoder.maps_embedding and decoder.mtp_depth:
-        rule = "not yet supported with multi-token prediction modules"
-        fix = "set mtp_depth to 0"
-        yield problem(config, f"{_KEY}.embedding_size", rule, fix)
+        yield problem(config, f"{_KEY}.embedding_size", "not yet supported with multi-token prediction modules",
+                      "set mtp_depth to 0")
     if decoder.mtp_depth >= decoder.seq_length:
         yield problem(config, f"{_KEY}.mtp_depth", f"must be less than seq_length ({decoder.seq_length})", "use 1")
 
@@ -159,9 +158,8 @@ def _positions(config: Config) -> Iterator[ConfigError]:
     if scaling is not None:
         scaling_type = scaling.rope_type
     if positions in ("yarn", "llama3") and scaling_type != positions:
-        fix = f"write rope_scaling with rope_type: {positions}, or rope here"
-        rule = f"rope_scaling is {scaling_type}, not {positions}"
-        yield problem(config, f"{_KEY}.position_embedding_type", rule, fix)
+        yield problem(config, f"{_KEY}.position_embedding_type", f"rope_scaling is {scaling_type}, not {positions}",
+                      f"write rope_scaling with rope_type: {positions}, or rope here")
     yield from _unrotated_layers(config)
     if scaling is None:
         return
@@ -169,9 +167,8 @@ def _positions(config: Config) -> Iterator[ConfigError]:
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
     if scaling.rope_type == "llama3" and low >= high:
-        rule = f"must be below high_freq_factor ({high})"
-        fix = "use 1 and 4, as Llama 3 does"
-        yield problem(config, f"{key}.low_freq_factor", rule, fix)
+        yield problem(config, f"{key}.low_freq_factor", f"must be below high_freq_factor ({high})",
+                      "use 1 and 4, as Llama 3 does")
     if scaling.rope_type == "dynamic" and scaling.alpha is None:
         rule = "dynamic is supported with alpha only; without it the base grows with the length of each sequence"
         yield problem(config, f"{key}.rope_type", rule, "write alpha, or use another model")
@@ -312,8 +309,7 @@ def _family(config: Config) -> Iterator[ConfigError]:
     architecture = config.model.arch.type
     named, key = named_family({"architectures": decoder.architectures, "model_type": decoder.model_type})
     if named and named != architecture:
-        fix = f"write {_CLASS}: {named}"
-        yield problem(config, f"{_KEY}.{key}", f"contradicts {_CLASS} = {architecture}", fix)
+        yield problem(config, f"{_KEY}.{key}", f"contradicts {_CLASS} = {architecture}", f"write {_CLASS}: {named}")
     elif not FAMILIES[architecture].is_mixture:
         return
     elif decoder.moe_config is None and config.source.where(_EXPERTS):
@@ -340,9 +336,8 @@ def _sparse_layers(config: Config) -> Iterator[ConfigError]:
         yield problem(config, f"{_EXPERTS}.mlp_layer_types", rule, "give that many, or leave it out", value="...")
     outside = [layer for layer in dense if not 0 <= layer < layers]
     if outside:
-        rule = f"there is no such layer: they are 0 to {layers - 1}"
-        fix = "remove it, or correct num_layers"
-        yield problem(config, f"{_EXPERTS}.mlp_only_layers", rule, fix, value=outside[0])
+        yield problem(config, f"{_EXPERTS}.mlp_only_layers", f"there is no such layer: they are 0 to {layers - 1}",
+                      "remove it, or correct num_layers", value=outside[0])
     elif moe.decoder_sparse_step != 1 or dense:
         frequency = layers_with_experts(layers, moe.decoder_sparse_step, dense)
         if moe.moe_layer_freq != frequency:

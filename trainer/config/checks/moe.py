@@ -34,8 +34,7 @@ def _routing(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         rule = f"a token cannot go to more experts than there are ({moe.expert_num})"
         yield problem(config, f"{_KEY}.num_experts_chosen", rule, f"set it to at most {moe.expert_num}")
     if moe.capacity_factor is not None and moe.capacity_factor <= 0 and moe.capacity_factor != -1:
-        rule = "must be greater than 0, or -1 for no bound"
-        yield problem(config, f"{_KEY}.capacity_factor", rule, "use 1.1 or -1")
+        yield problem(config, f"{_KEY}.capacity_factor", "must be greater than 0, or -1 for no bound", "use 1.1 or -1")
     if moe.scoring_func is not None and moe.use_gating_sigmoid and moe.scoring_func != "sigmoid":
         yield problem(config, f"{_KEY}.scoring_func", "contradicts use_gating_sigmoid = True", _REMOVE_ONE)
     if moe.scoring_func == "sigmoid" and not moe.use_gating_sigmoid and where(f"{_KEY}.use_gating_sigmoid"):
@@ -46,23 +45,20 @@ def _routing(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         yield problem(config, f"{_KEY}.router_aux_loss_coef", rule, _REMOVE_ONE)
     kinds = len(moe.aux_loss_types or [])
     if moe.aux_loss_factors is not None and len(moe.aux_loss_factors) != kinds:
-        rule = f"needs one factor for each of aux_loss_types ({kinds})"
-        fix = "give both lists the same length"
-        yield problem(config, f"{_KEY}.aux_loss_factors", rule, fix)
+        yield problem(config, f"{_KEY}.aux_loss_factors", f"needs one factor for each of aux_loss_types ({kinds})",
+                      "give both lists the same length")
 
 
 def _groups(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     groups = moe.n_group or 0
     chosen = moe.topk_group or 0
     if groups and moe.expert_num % groups:
-        rule = f"must divide the experts ({moe.expert_num})"
-        fix = "choose a divisor, or leave it out"
-        yield problem(config, f"{_KEY}.n_group", rule, fix)
+        yield problem(config, f"{_KEY}.n_group", f"must divide the experts ({moe.expert_num})",
+                      "choose a divisor, or leave it out")
         return
     if chosen and not groups:
-        rule = "needs n_group: there are no groups"
-        fix = "set n_group, or leave both out"
-        yield problem(config, f"{_KEY}.topk_group", rule, fix)
+        yield problem(config, f"{_KEY}.topk_group", "needs n_group: there are no groups",
+                      "set n_group, or leave both out")
     if groups > 1 and moe.topk_method == "greedy":
         yield problem(config, f"{_KEY}.topk_method", f"uses no groups, and n_group is {groups}", _REMOVE_ONE)
     if groups and chosen > groups:
@@ -96,23 +92,17 @@ def _no_moe_layer(config: Config, moe: MoEConfig) -> ConfigError:
     """Returns the error for a mixture of experts whose keys leave no layer with experts."""
     dense = moe.first_k_dense_replace
     # Qwen3-MoE's keys, where written, have given moe_layer_freq its value.
-    name = "moe_layer_freq"
-    if moe.mlp_only_layers:
-        name = "mlp_only_layers"
-    if moe.decoder_sparse_step > 1:
-        name = "decoder_sparse_step"
+    reasons = {
+        "first_k_dense_replace": dense == config.decoder.num_layers,
+        "moe_layer_end_index": moe.moe_layer_end_index >= 0,
+        "decoder_sparse_step": moe.decoder_sparse_step > 1,
+        "mlp_only_layers": moe.mlp_only_layers,
+    }
+    name = next((name for name, is_reason in reasons.items() if is_reason), "moe_layer_freq")
     rule = "leaves no layer with experts"
-    if moe.moe_layer_end_index >= 0:
-        name = "moe_layer_end_index"
-    if dense == config.decoder.num_layers:
-        name = "first_k_dense_replace"
-    elif dense:
+    if dense and name != "first_k_dense_replace":
         rule += f", with first_k_dense_replace = {dense}"
-    fix = "lower it"
-    if name == "moe_layer_end_index":
-        fix = "raise it"
-    if name == "mlp_only_layers":
-        fix = "leave layers out of it"
+    fix = {"moe_layer_end_index": "raise it", "mlp_only_layers": "leave layers out of it"}.get(name, "lower it")
     return problem(config, f"{_KEY}.{name}", rule, f"{fix}, or write expert_num: 1")
 
 
@@ -155,9 +145,8 @@ def _unsupported_balance(config: Config, moe: MoEConfig) -> Iterator[ConfigError
     elif balancing == "none" and factor:
         yield problem(config, key, "contradicts aux_loss_factor", "write aux_loss_factor: 0")
     if moe.use_shared_expert_gating and not config.decoder.shared_expert_size:
-        rule = "requires shared experts, and the model has none"
-        fix = "write shared_expert_num, or leave it out"
-        yield problem(config, f"{_KEY}.use_shared_expert_gating", rule, fix)
+        yield problem(config, f"{_KEY}.use_shared_expert_gating", "requires shared experts, and the model has none",
+                      "write shared_expert_num, or leave it out")
     if config.decoder.shared_expert_size:
         used = {"moe_mlp_has_bias": moe.moe_mlp_has_bias, "swiglu_limit": moe.swiglu_limit is not None}
         for name in (name for name, is_used in used.items() if is_used):

@@ -234,19 +234,15 @@ def mode_notes(config: Config, world: World, device: str) -> Iterator[Note]:
 def _precision(config: Config) -> Iterator[str]:
     level = config.amp_level
     settings = config.decoder
-    keys: dict[str, dict[str, None]] = {"float16": {}, "bfloat16": {}, "float32": {}}
-    for key in PART_KEYS:
-        name = "amp_level"
-        if getattr(settings, key):
-            name = f"{_MODEL}.{key}"
-        keys[requested_dtype(settings, level, key)][name] = None
+    half = [key for key in PART_KEYS if requested_dtype(settings, level, key) == "float16"]
+    names = dict.fromkeys((getattr(settings, key) and f"{_MODEL}.{key}") or "amp_level" for key in half)
     if settings.param_init_type != "float32":
         yield (f"{_MODEL}.param_init_type {settings.param_init_type}: not used, parameters are float32 main params and"
                " are cast to compute_dtype for matrix products")
     if level == "auto" and settings.compute_dtype == "float32":
         yield f"amp_level auto: matrix products stay float32, because {_MODEL}.compute_dtype is float32"
-    if keys["float16"] and config.trains and config.runner_wrapper.scale_sense == 1.0:
-        yield (f"{', '.join(keys['float16'])}: without a loss scale, gradients below 6e-8 underflow in float16; set"
+    if half and config.trains and config.runner_wrapper.scale_sense == 1.0:
+        yield (f"{', '.join(names)}: without a loss scale, gradients below 6e-8 underflow in float16; set"
                " runner_wrapper.scale_sense, for example to {type: DynamicLossScaleUpdateCell}")
 
 

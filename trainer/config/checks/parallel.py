@@ -30,17 +30,9 @@ def parallel_degrees(config: Config, world: World) -> Degrees:
     """
     if not _is_parallel(config, world):
         return Degrees()
-    section = config.parallel_config
-    degrees = Degrees(
-        pipeline_stage=section.pipeline_stage,
-        context_parallel=section.context_parallel,
-        model_parallel=section.model_parallel,
-        expert_parallel=section.expert_parallel,
-    )
-    data_parallel = section.data_parallel
-    if data_parallel is None:
-        data_parallel = max(1, world.size // degrees.ranks)
-    return degrees._replace(data_parallel=data_parallel)
+    written = {name: getattr(config.parallel_config, name) for name in Degrees._fields}
+    others = Degrees(**written | {"data_parallel": 1})
+    return others._replace(data_parallel=written["data_parallel"] or max(1, world.size // others.ranks))
 
 
 def resolve_for_job(config: Config, world: World) -> Config:

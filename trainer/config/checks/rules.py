@@ -57,9 +57,8 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
             rule = f"cannot be combined with {part}_ratio = {ratio} ({where(f'{key}.{part}_ratio')})"
             yield problem(config, f"{key}.{part}_steps", rule, _REMOVE_ONE)
         if steps is not None and total > 0 and steps > total:
-            rule = f"must be at most the schedule's total_steps ({total})"
-            fix = f"lower {part}_steps or raise {key}.total_steps"
-            yield problem(config, f"{key}.{part}_steps", rule, fix)
+            yield problem(config, f"{key}.{part}_steps", f"must be at most the schedule's total_steps ({total})",
+                          f"lower {part}_steps or raise {key}.total_steps")
     name = "base_lr"
     if "learning_rate" in names:
         name = "learning_rate"
@@ -219,9 +218,8 @@ def _tasks(config: Config, world: World) -> Iterator[ConfigError]:
     if config.classifier is not None:
         yield problem(config, key, "asks a language model, and this model is a classifier", "leave it out")
     elif config.decoder.num_labels is not None:
-        rule = "asks a language model, and a reward model writes no text"
-        fix = "leave it out: the evaluation then has loss and accuracy, and run_mode predict gives scores"
-        yield problem(config, key, rule, fix)
+        yield problem(config, key, "asks a language model, and a reward model writes no text",
+                      "leave it out: the evaluation then has loss and accuracy, and run_mode predict gives scores")
     elif world.size > 1:
         rule = f"runs in one process, and the job has {world.size} ranks"
         yield problem(config, key, rule, "start it without launch")

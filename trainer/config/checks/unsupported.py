@@ -82,13 +82,11 @@ def _unread_reason(config: Config, unsupported: UnsupportedKey) -> str:
         config_classes = (known.name for family in FAMILIES.values() for known in family.source_classes)
         if known_class(name) or name in config_classes:
             return "the class is built in"
-        return ""
     if key == "model.model_config.checkpoint_name_or_path":
         if config.load_checkpoint:
             return "load_checkpoint names the weights"
         if config.run_mode == "train" and not Path(unsupported.value or "").exists():
             return "run_mode train starts from new weights"
-        return ""
     if key == "eval_dataset.data_loader":
         if trains:
             if config.do_eval:
@@ -98,9 +96,8 @@ def _unread_reason(config: Config, unsupported: UnsupportedKey) -> str:
             return ""
         return f"run_mode is {config.run_mode}"
     if key == "train_dataset.data_loader" and not trains:
-        if config.run_mode == "eval" and config.eval_dataset is None:
-            return ""
-        return f"run_mode is {config.run_mode}"
+        if config.run_mode != "eval" or config.eval_dataset is not None:
+            return f"run_mode is {config.run_mode}"
     return ""
 
 
