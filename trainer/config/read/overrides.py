@@ -232,15 +232,9 @@ def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceL
     present = [name for name in dict.fromkeys(names) if name in entries]
     for name in present[1:]:
         node.explicit.pop(name, None)
-    name = key
-    if present:
-        name = present[0]
-    if name not in node.explicit:
-        if present:
-            node.explicit[name] = entries[name]
-        else:
-            node.explicit[name] = Entry(absent, place._replace(key=""))
-    return name, node.explicit[name], shape
+    name = next(iter(present), key)
+    entry = entries.get(name, Entry(absent, place._replace(key="")))
+    return name, node.explicit.setdefault(name, entry), shape
 
 
 def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
