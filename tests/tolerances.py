@@ -152,7 +152,7 @@ SMALL_ARRAYS = 0.01
 SMALLER_ARRAYS = 1e-3
 """The same beside matrices of a thousand rows."""
 SMALL_NUMBERS_BYTES = 100
-"""Sums over ranks of a classifier's step beside the gradients: counts and losses."""
+"""Sums over ranks of a step without a decoder beside the gradients: counts and losses."""
 SUMS_BYTES = 1000
 """The same of a decoder, whose routers and norms are summed too."""
 SIZES_OF_TWO_ROUNDINGS = 0.05

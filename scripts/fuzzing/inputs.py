@@ -22,7 +22,7 @@ from fuzzing.mutate import changed_bytes, json_bytes
 from fuzzing.stored import write_tokenizer
 from trainer.cli.main import dispatch
 from trainer.config import parse_config
-from trainer.config.schema.data import IMAGES
+from trainer.config.schema.images import IMAGES
 from trainer.data.datasets import build_train_dataset
 from trainer.data.source.indexed import write_indexed
 from trainer.errors import UserError

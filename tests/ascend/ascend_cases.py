@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from trainer.config.schema.data import IMAGES
+from no_decoder import SMALL_NO_DECODER
+
 from trainer.dryrun.process import TRAIN, Case
 
 LEGACY_OF_GRAPH = frozenset(("Gather", "OneHot", "RealDiv", "StridedSlice", "UnsortedSegmentSum"))
@@ -52,11 +53,8 @@ SEMI: dict[str, Any] = DENSE | {
 """A Llama in semi-automatic mode, for eight ranks."""
 
 
-CLASSIFIER: dict[str, Any] = {name: DENSE[name] for name in ("context", "runner_config", "optimizer")} | {
-    "model": {"arch": {"type": "MlpClassifier"}, "classifier": {"hidden_sizes": [32]}},
-    "train_dataset": {"data_loader": {"type": IMAGES, "dataset_dir": "digits"}},
-}
-"""The classifier of images."""
+OF_IMAGES: dict[str, Any] = {name: DENSE[name] for name in ("context", "runner_config", "optimizer")} | SMALL_NO_DECODER
+"""A model of images."""
 
 
 class OnAscend(NamedTuple):

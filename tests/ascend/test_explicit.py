@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import CLASSIFIER, DENSE, EXPERTS, LATENT, SEMI, on_ascend
+from ascend_cases import DENSE, EXPERTS, LATENT, OF_IMAGES, SEMI, on_ascend
 from tolerances import SUMS_BYTES
 
 from trainer.dryrun.process import Measurement
@@ -58,7 +58,7 @@ ONE_RANK = {
     "evaluation": on_ascend(DENSE, PLAIN, task=f"{TASKS}:evaluation"),
     "prediction": on_ascend(DENSE, PLAIN, task=f"{TASKS}:prediction", steps=3),
     "checkpoint": on_ascend(DENSE, PLAIN, task=f"{TASKS}:checkpoint", steps=1),
-    "classifier": on_ascend(CLASSIFIER, PLAIN),
+    "images": on_ascend(OF_IMAGES, PLAIN),
     "semi-automatic mode, not used": on_ascend(SEMI, PLAIN | {"use_parallel": False}),
 }  # fmt: skip
 SHARED = {"use_parallel": True, "parallel": {"enable_parallel_optimizer": True}}

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 from ascend_cases import DENSE, EXPERTS, on_ascend
+from no_decoder import NO_DECODER
 
-from trainer.config.schema.data import IMAGES
 from trainer.dryrun.process import Measurement
 
 Bench = Callable[[str], Measurement]
@@ -20,6 +20,7 @@ def moe(**changes: object) -> dict:
     return {"moe_config": changes}
 
 
+ASCEND = {"context": {"device_target": "Ascend"}}
 SAFE = {"enable_gmm_safe_tokens": True, "use_fused_ops_permute": False}
 CAPACITY = {"use_gmm": False, "capacity_factor": 1.1, "use_fused_ops_permute": False}
 DEEPSEEK = {
@@ -56,14 +57,8 @@ OTHERS = {
         "compute_dtype": "float32", "use_flash_attention": False, "use_fused_rope": False, "use_fused_swiglu": False,
     }),
     "nesterov": on_ascend(PLAIN, {"optimizer": {"type": "SGD", "momentum": 0.9, "nesterov": True}}),
-    "classifier": on_ascend({
-        "context": {"device_target": "Ascend"}, "model": {"arch": {"type": "MlpClassifier"}},
-        "train_dataset": {"data_loader": {"type": IMAGES}},
-    }),
-    "classifier evaluated": on_ascend({
-        "context": {"device_target": "Ascend"}, "model": {"arch": {"type": "MlpClassifier"}},
-        "train_dataset": {"data_loader": {"type": IMAGES}},
-    }, task="tests.ascend.step_tasks:evaluation"),
+    "images": on_ascend(NO_DECODER, ASCEND),
+    "images evaluated": on_ascend(NO_DECODER, ASCEND, task="tests.ascend.step_tasks:evaluation"),
 }  # fmt: skip
 CASES = WITH_EXPERTS | OTHERS
 

@@ -92,7 +92,7 @@ def test_it_trains(path: Path, cache: Path, tmp_path: Path, model_folder: Path) 
     )
     losses, config = column(step_records(output), "loss"), config_of(path, **changes_of(path, model_folder))
     assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
-    outcomes = config.decoder.vocab_size if config.classifier is None else config.classifier.classes
+    outcomes = config.decoder.vocab_size if config.is_decoder else config.network.classes
     if config.loss is not None:
         outcomes = 2  # of DPO, which begins with its reference
     assert abs(losses[0] - math.log(outcomes)) < FRESH_LOSSES

@@ -26,9 +26,12 @@ from run_helpers import (
     step_records,
     train,
 )
-from tolerances import ACCURACY, rounding_limit
+from tolerances import ACCURACY, DRY_RUN_SMALL_MEMORY, rounding_limit
 
+from trainer.config import Override, load_config
+from trainer.config.device_defaults import apply_device_defaults
 from trainer.launch.msrun import MSRUN_VARIABLE
+from trainer.plan.memory import memory_estimate
 
 pytestmark = pytest.mark.slow
 
@@ -152,3 +155,9 @@ def test_data_that_is_not_there_is_bad_input(tmp_path: Path, monkeypatch: pytest
     code, _, errors = finish(start("--config", CONFIG, cwd=tmp_path))
     assert code == 2 and "environment: DATA_PATH" in errors and "make_digits.py" in errors
     assert not (tmp_path / "output").exists()
+
+
+def test_the_plan_of_an_ascend() -> None:
+    config = load_config(CONFIG, [Override("context.device_target", "Ascend", "flag")])
+    found = memory_estimate(apply_device_defaults(config, "Ascend"), True, "Ascend")
+    assert found["total"] / (1 << 20) == pytest.approx(11.9, rel=DRY_RUN_SMALL_MEMORY)

@@ -14,7 +14,7 @@ from numpy_kernels import distance
 from tolerances import DEVIATION, MEAN, rounding_limit
 
 from trainer.config import Config, parse_config
-from trainer.config.schema.data import IMAGES
+from trainer.config.schema.images import IMAGES
 from trainer.data.batches.batch import IGNORE_INDEX, concatenate
 from trainer.data.source.images import ImageBatch
 from trainer.ops.kernel_set import load_kernels

@@ -330,7 +330,7 @@ def test_evaluation_is_the_mean_over_all_valid_tokens(tiny: TinyTrainer, window:
     step = tiny.step()
     right = accumulate(window, step.backward)
     loss, tokens, seconds, *others = evaluate(tiny.model, tiny.build_inputs, window, stop=lambda: False)
-    assert others == [None] * 3  # of classifiers, of pairs of answers, of a teacher
+    assert others == [None] * 3  # of images, of pairs of answers, of a teacher
     assert tokens == right.tokens == 22
     assert loss == pytest.approx(right.loss, rel=LIMITS.loss)
     assert seconds > 0

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from trainer.config import Config, Override, config_notes, parse_config
-from trainer.config.schema.data import IMAGES
 from trainer.errors import UserError
 
 BASE = """\
@@ -32,7 +31,6 @@ training: {steps: 2}
 lr_scheduler: {type: ConstantWarmUpLR}
 train_dataset: {dataloader: {type: SyntheticDataset, num_samples: 8}}
 """
-CLASSIFIER = f"model: {{arch: {{type: MlpClassifier}}}}\ntrain_dataset: {{data_loader: {{type: {IMAGES}}}}}\n"
 
 
 def load(text: str, *pairs: str) -> Config:

@@ -17,7 +17,6 @@ from trainer.config.checks.adapters import vocabulary_device_problems
 from trainer.config.checks.parallel import is_semi_auto, resolve_for_job
 from trainer.config.device_defaults import apply_device_defaults, device_defaults
 from trainer.device.settings import device_calls, jit_options
-from trainer.errors import UserError
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import LayerSpec, ModelSpec, MoeSpec
 from trainer.models.spec.names import EMBEDDING, is_buffer, layer_prefix
@@ -136,14 +135,9 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
         world: The world of the job, whose size semi-automatic mode needs.
 
     Raises:
-        UserError: The model is not a decoder, `freeze` matches no weight, an Ascend does not support a key of
-            `context`, or semi-automatic mode does not support a requested feature.
+        UserError: `freeze` matches no weight, an Ascend does not support a key of `context`, or semi-automatic
+            mode does not support a requested feature.
     """
-    if config.classifier is not None:
-        key = "model.arch.type"
-        kind = config.model.arch.type
-        fix = "audit a configuration of a language model"
-        raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
     for each in vocabulary_device_problems(config):
         raise each.error
     config = resolve_for_job(config, world)

@@ -41,7 +41,7 @@ from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, read_row_bl
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.config.schema.classifier import ClassifierConfig
+    from trainer.config.schema.root import Network
 
 ShardSpecs: TypeAlias = Mapping[str, ShardSpec]
 """The shard of each parameter that a rank has; other parameters are left out."""
@@ -218,14 +218,14 @@ def _open_weights(
             weights = convert_weights(tensors, config.decoder, path, where, fix)
         return weights, f"{note} weights only, no optimizer state"
     weights = read_weights(path, where, numbers=numbers, world=world)
-    if config.classifier is None and has_mindformers_names(weights):
+    if has_mindformers_names(weights):
         tensors = {name: SourceTensor(array, path.name) for name, array in weights.items() if not is_run_state(name)}
         return convert_weights(tensors, config.decoder, path, where), ""
     return weights, ""
 
 
 def fitting_weights(
-    weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig | ClassifierConfig, path: Path, where: str = "",
+    weights: Mapping[str, ArrayOrLazyArray], settings: Network, path: Path, where: str = "",
     key: str = "load_checkpoint", parts: ShardSpecs | None = None,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
@@ -243,7 +243,7 @@ def fitting_weights(
 
 def _fitting(
     weights: Mapping[str, ArrayOrLazyArray], shapes: Mapping[str, tuple[int, ...]],
-    settings: ModelConfig | ClassifierConfig, path: Path, where: str, key: str = "load_checkpoint", *,
+    settings: Network, path: Path, where: str, key: str = "load_checkpoint", *,
     compare: bool = True,
 ) -> CheckedWeights:  # fmt: skip
     """Checks that a file has the parameters with these shapes in memory; raises a UserError otherwise.

@@ -134,15 +134,15 @@ def _audit(config: Config, device: str, json_: bool, world: World, rank: int) ->
     if device.lower() != "ascend":
         rule = "there is an audit for ascend alone"
         raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
+    from trainer.config.checks.model import decoder_problems
+    from trainer.config.checks.problem import raise_problems
     from trainer.dryrun.report import audit_on_backend, select_rank
     from trainer.run.plan_file import world_from_degrees
     from trainer.tables import print_sections
 
+    raise_problems(decoder_problems(config, "audit"))
     world = select_rank(world_from_degrees(config, world), rank)
-    # An image classifier has nothing to audit, which the audit itself says.
-    audit: Any = ""
-    if config.classifier is None:
-        audit = audit_on_backend(config, world)
+    audit: Any = audit_on_backend(config, world)
     if isinstance(audit, str):  # in this process, whose front end compiles for a CPU: bad input is reported there
         from trainer.audit.report import audit_ascend, audit_dict, audit_sections
 

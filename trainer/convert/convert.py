@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import Config, Override, parse_config
+from trainer.config.checks.model import decoder_problems
 from trainer.config.checks.problem import NO_VALUE, ConfigError, problem, problem_at, raise_problems, value_of
 from trainer.config.location import NO_LOCATION
 from trainer.config.pynative import is_newer_schema
@@ -206,8 +207,7 @@ def _check_kind(config: Config) -> None:
     if not config.trains:
         rule = "the newer schema describes trainings alone"
         raise problem(config, "run_mode", rule, "convert a file that trains").error
-    if config.classifier is not None:
-        raise problem(config, "model.arch.type", "the newer schema describes decoders alone", "use it as it is").error
+    raise_problems(decoder_problems(config, "convert"))
 
 
 def _restated(config: Config, plan: Plan, steps: int) -> Config:

@@ -21,10 +21,10 @@ from trainer.models.compute_weights import ModelParams
 from trainer.models.inputs import LossSums
 from trainer.models.recompute import Compiled, Differentiable, compile_cell
 from trainer.models.spec.init import initial_value
-from trainer.models.spec.shapes import classifier_names, parameter_specs
+from trainer.models.spec.shapes import parameter_specs
 
 if TYPE_CHECKING:
-    from trainer.config.schema.classifier import ClassifierConfig
+    from trainer.config.schema.images import ClassifierConfig
     from trainer.models.inputs import PassObserver, RouterStatistics
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
@@ -60,8 +60,8 @@ class FullyConnected(nn.Cell):
     def __init__(self, settings: ClassifierConfig, kernels: KernelSet) -> None:
         super().__init__()
         # One instance for every call site: see trainer/ops/__init__.py.
-        self.linears = nn.CellList([kernels.linear() for _ in settings.sizes[1:]])
-        self.last = len(settings.sizes) - 2
+        self.linears = nn.CellList([kernels.linear() for _ in settings.linears])
+        self.last = len(settings.linears) - 1
         self.relu = P.ReLU()
 
     def construct(self, x_BP: Tensor, *weights: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Classifier(nn.Cell):
             for name, spec in specs.items()
         }
         self.compute_weights = ModelParams(self.parameters_by_name, kernels.compute_dtype, specs)
-        self.ordered = [self.parameters_by_name[name] for pair in classifier_names(settings) for name in pair]
+        self.ordered = list(self.parameters_by_name.values())
         argnums = tuple(argnum for argnum, parameter in enumerate(self.ordered) if not parameter.requires_grad)
         self.layers = FullyConnected(settings, kernels)
         self.run_layers = Differentiable(self.layers, compiled).stop_gradients_at(argnums)

@@ -112,7 +112,7 @@ class LossSums(NamedTuple):
     mtp: Tensor | None = None
     """Token losses of the MTP modules, summed over the modules."""
     correct: Tensor | None = None
-    """Correct labels of a classifier, in evaluation only."""
+    """Correct labels of images, in evaluation only."""
 
 
 @dataclass

@@ -155,7 +155,7 @@ def load_kernels(
     """Returns the chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
 
     Args:
-        choices: The result of `select_kernels`; none for a classifier.
+        choices: The result of `select_kernels`; none without a decoder.
         is_sharded: Whether the kernels are for a graph that MindSpore shards.
         recomputes_norms: Whether this graph may recompute the norms of the residual stream.
         host_layers: Whether native CPU layers compute instead of these kernels; see `trainer.ops.select.on_arrays`.

@@ -1,6 +1,6 @@
 """Plain kernels: MindSpore's own operators, for every device and for graphs that MindSpore shards.
 
-They are used where no fused operator exists, for `context.mode 1` on a CPU, and for the classifier. MindSpore has a
+They are used where no fused operator exists, for `context.mode 1` on a CPU, and beside decoders. MindSpore has a
 sharding rule for every operator here. On an Ascend all have a current kernel (aclnn), except P.OneHot of the loss and
 P.Gather of the tables in a graph. Semi-automatic mode shards the operators of the forward pass and derives the backward
 pass from the shards, so almost no gradient is written by hand here.

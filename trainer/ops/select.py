@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto, shards_optimizer, zero_level
 from trainer.config.note import Note
 from trainer.config.precision import PART_KEYS, requested_dtype
-from trainer.config.schema.classifier import ClassifierConfig
+from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.adapters import base_dtype
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.host_library import bfloat16_products
@@ -18,8 +18,8 @@ from trainer.parallel.world import SINGLE_PROCESS, World
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.config.schema.model import ModelConfig
     from trainer.config.schema.moe import MoEConfig
+    from trainer.config.schema.root import Network
 
 REFERENCE = "reference"
 _MODEL = "model.model_config"
@@ -55,13 +55,13 @@ _EXPERT_KERNELS = (
 
 
 def select_kernels(
-    settings: ModelConfig | ClassifierConfig, device: str, precision: Precision | None = None
+    settings: Network, device: str, precision: Precision | None = None
 ) -> tuple[KernelChoice, ...]:
-    """Selects the implementation of every kernel, by the `use_*` keys of the model section; none for a classifier.
+    """Selects the implementation of every kernel, by the `use_*` keys of the model section; none for another model.
 
     Without `precision`, the model section alone sets the dtypes.
     """
-    if isinstance(settings, ClassifierConfig):
+    if not isinstance(settings, ModelConfig):
         return ()
     dtypes = precision or resolve_precision(settings, None, device)
     if settings.experts is None:
@@ -140,7 +140,7 @@ def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> boo
     The exception is training and evaluation with `context.mode` 1, which run MindSpore's operators one by one. They use
     native layers nevertheless if ranks shard the layers or the weights (level3), which only native layers support.
     """
-    if device != "CPU" or config.classifier is not None or runs_semi_auto(config, world):
+    if device != "CPU" or not config.is_decoder or runs_semi_auto(config, world):
         return False
     if config.context.mode == 0 or config.run_mode in ("predict", "chat"):
         return True
@@ -218,11 +218,11 @@ def kernel_notes(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
 
 
 def part_dtypes(
-    settings: ModelConfig | ClassifierConfig, precision: Precision, choices: tuple[KernelChoice, ...]
+    settings: Network, precision: Precision, choices: tuple[KernelChoice, ...]
 ) -> dict[str, PartDtype]:
     """Returns the dtype of each part and the reason, by the names that `plan` shows."""
     always = PartDtype("float32", "always")
-    if isinstance(settings, ClassifierConfig):
+    if not isinstance(settings, ModelConfig):
         return {name: always for name in ("parameters, matrix products, loss", "gradients, optimizer state")}
     parameters = always
     if settings.param_init_type != "float32":

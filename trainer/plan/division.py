@@ -152,7 +152,7 @@ def rank_params_per_stage(config: Config, world: World) -> list[RankParams]:
     """Returns the parameters of the rank with most weights, one entry for each pipeline stage."""
     spec = model_spec(config.decoder)
     degrees = parallel_degrees(config, world)
-    if config.classifier is not None or runs_semi_auto(config, world):
+    if not config.is_decoder or runs_semi_auto(config, world):
         return [RankParams(all_shapes(config.network), dict.fromkeys(range(len(spec.layers)), 1))]
     stages = degrees.pipeline_stage
     layout = model_layout_for(config, world)

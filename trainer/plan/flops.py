@@ -14,16 +14,15 @@ import math
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from trainer.config.schema.model import ModelConfig
 from trainer.config.teacher import teacher_run
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN, MAPPING_OUT, adapter_names, sublayer_of
-from trainer.models.spec.shapes import parameter_shapes
 from trainer.optim.freeze import frozen_names
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.config.schema.classifier import ClassifierConfig
 
 
 Operator: TypeAlias = Literal["products", "experts", "attention"]
@@ -51,26 +50,22 @@ class Products(NamedTuple):
 
 
 def flops_per_sequence(config: Config) -> float:
-    """Returns the floating-point operations of one sequence, or image of a classifier.
+    """Returns the floating-point operations of one sequence, or one image.
 
     A training step is counted with its backward pass; other modes with the forward pass only. Experts count with those
     that are chosen for a token. Frozen weights have no gradient, and below the lowest layer with a trained weight there
     is no backward pass. Adapters count like other matrices. With a teacher its forward pass counts, too.
     """
-    if config.classifier is not None:
-        return sum(each.flops for each in _classifier_products(config.classifier, config.trains))
+    network = config.network
+    if not isinstance(network, ModelConfig):  # the data need no gradient
+        sizes = enumerate(math.prod(shape) for shape in network.linears.values())
+        return sum(Products(size, config.trains and layer > 0, config.trains).flops for layer, size in sizes)
     taught = 0.0
     teacher = teacher_run(config)
     if teacher is not None:
         taught = flops_per_sequence(teacher)
     layers, ends = decoder_products(config)
     return taught + config.decoder.seq_length * sum(each.flops for part in (*layers, ends) for each in part)
-
-
-def _classifier_products(settings: ClassifierConfig, trains: bool) -> Iterator[Products]:
-    matrices = [math.prod(shape) for shape in parameter_shapes(settings).values() if len(shape) > 1]
-    for layer, weights in enumerate(matrices):
-        yield Products(weights, trains and layer > 0, trains)  # images need no gradient
 
 
 def decoder_products(config: Config) -> tuple[list[list[Products]], list[Products]]:

@@ -19,6 +19,7 @@ from trainer.config.checks.parallel import (
     shards_optimizer,
     zero_level,
 )
+from trainer.config.schema.model import ModelConfig
 from trainer.config.teacher import teacher_dtypes, teacher_run
 from trainer.device.doctor import available_memory_bytes, total_memory_bytes
 from trainer.errors import UserError
@@ -62,14 +63,14 @@ def memory_estimate(
         stage: The pipeline stage of the rank; None takes the stage that needs most.
         facts: The result of `decoder_facts`, for the estimates of many layouts; None computes them.
     """
-    if device == "Ascend" and config.classifier is None:
+    if device == "Ascend" and config.is_decoder:
         return device_memory(config, world, facts or decoder_facts(config, trains), stage)
     stages = rank_params_per_stage(config, world)
     if stage is not None:
         stages = [stages[stage]]
     estimates = (_host_memory(config, trains, device, world, params) for params in stages)
     largest = max(estimates, key=lambda parts: parts["total"])
-    if device == "Ascend":  # of a classifier: MindSpore and its code are in the host's memory
+    if device == "Ascend":  # of another model: MindSpore and its code are in the host's memory
         on_device = {name: largest[name] for name in _ON_DEVICE if name in largest}
         return on_device | {"total": sum(on_device.values())}
     return largest
@@ -229,10 +230,10 @@ def _product_bytes(config: Config, world: World) -> int:
 
 def _operator_bytes(config: Config, params: RankParams, world: World) -> int:
     """Returns a coarse upper estimate of the activations of a training whose operators run one by one."""
-    if config.classifier is not None:
-        labels = config.runner_config.batch_size * config.network.labels_per_sequence
-        return 3 * sum(config.classifier.sizes) * labels * _FLOAT32_BYTES  # each layer: input, product, its gradient
-    settings = config.decoder
+    settings = config.network
+    if not isinstance(settings, ModelConfig):
+        labels = config.runner_config.batch_size * settings.labels_per_sequence
+        return 3 * settings.numbers_per_label * labels * _FLOAT32_BYTES  # each layer: input, product, its gradient
     tokens = micro_batch_tokens(config, parallel_degrees(config, world))
     # Operators keep what they take, about twice what native layers keep, and scores and softmax of all heads.
     native = ActivationMemory(config, world, params, _FLOAT32_BYTES).training_peak({})

@@ -79,7 +79,7 @@ def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | Non
 
     Returns None for a single process, and in semi-automatic mode, in which MindSpore decides what is sent.
     """
-    if world.size == 1 or runs_semi_auto(config, world) or config.classifier is not None:
+    if world.size == 1 or runs_semi_auto(config, world) or not config.is_decoder:
         return None
     job = JobInfo.from_config(config, world)
     degrees = parallel_degrees(config, world)

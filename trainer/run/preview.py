@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from trainer.config.checks.model import decoder_problems
+from trainer.config.checks.problem import raise_problems
 from trainer.config.checks.rules import evaluation_data_error
 from trainer.data import IGNORE_INDEX, SequenceDataset, Tokenizer, build_eval_dataset, build_train_dataset
 from trainer.data.batches.batch import AnyBatch, PairBatch
@@ -99,15 +101,12 @@ def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
     """Reads the first sequences that the run trains on (run_mode eval: evaluates on), and the statistics of all.
 
     Raises:
-        UserError: The data cannot be read, or consists of images.
+        UserError: The data cannot be read, or the model is not a decoder.
         RunError: The token cache cannot be written.
     """
     if num_rows < 0:
         raise UserError("must be at least 0", key="--rows", value=num_rows, fix="write for example --rows 3")
-    if config.classifier is not None:
-        key = "model.classifier"
-        fix = "use plan, which checks the images"
-        raise UserError("images have no tokens to show", where=config.source.where(key), key=key, fix=fix)
+    raise_problems(decoder_problems(config, "data"))
     evaluates = config.run_mode == "eval"
     section = TRAIN
     if evaluates and config.eval_dataset is not None:

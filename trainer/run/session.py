@@ -28,6 +28,7 @@ from trainer.config.checks.parallel import (
 from trainer.config.checks.qk_clip import clips_queries, measures_logits
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.recompute import recomputed_parts
+from trainer.config.schema.model import ModelConfig
 from trainer.config.teacher import teacher_dtypes, teacher_run
 from trainer.data.batches.context import ContextShard
 from trainer.device.pool import set_up_cpu_pool
@@ -197,13 +198,14 @@ def build_model(
     recomputed: Sequence[str] = ()
     if config.trains:
         frozen = frozen_names(config)
-    if config.classifier is not None:
-        classifier = Classifier(config.classifier, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
-        return classifier, ImageInputBuilder(config.classifier)
+    network = config.network
+    if not isinstance(network, ModelConfig):
+        classifier = Classifier(network, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
+        return classifier, ImageInputBuilder(network)
     if config.trains:
         recomputed = recomputed_parts(config)
     decoder = Decoder(
-        config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
+        network, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
     return decoder, InputBuilder(decoder.settings, kernels, shard, config.preferences)
 

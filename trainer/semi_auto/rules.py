@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.config.checks.adapters import cell_problems, vocabulary_device_problems
 from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
+from trainer.config.checks.model import decoder_problems
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import fit_problems, micro_batches_per_step, parallel_degrees, zero_level
 from trainer.config.checks.problem import ConfigError, one_of, problem
@@ -58,7 +59,7 @@ def semi_auto_notes(config: Config) -> Iterator[str]:
 
 def semi_auto_problems(config: Config, world: World) -> list[ConfigError]:
     """Returns the reasons why this job cannot run in semi-automatic mode."""
-    return list(_unsupported(config, world)) or fit_problems(config, world)
+    return decoder_problems(config, "semi_auto") or list(_unsupported(config, world)) or fit_problems(config, world)
 
 
 def speed_up_file(config: Config) -> Path | None:
@@ -90,10 +91,6 @@ def _unsupported(config: Config, world: World) -> Iterator[ConfigError]:
     if not config.trains:
         fix = "run it alone, without launch, or add --parallel_fallback explicit"
         yield problem(config, "run_mode", "semi-automatic mode supports train and finetune only", fix)
-        return
-    if config.classifier is not None:
-        fix = "write 0 (explicit mode), which trains it on data-parallel ranks, too"
-        yield problem(config, "parallel.parallel_mode", "semi-automatic mode supports decoders only", fix)
         return
     yield from _communication(config, parallel_degrees(config, world))
     yield from _not_in_one_graph(config)

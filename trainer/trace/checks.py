@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from trainer.config import Config
+from trainer.config.checks.model import decoder_problems
 from trainer.config.checks.parallel import runs_semi_auto, shards_optimizer, zero_level
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.patterns import wider_pattern
@@ -25,9 +26,7 @@ def trace_problems(config: Config, world: World) -> Iterator[ConfigError]:
     if not config.trains:
         yield problem(config, "run_mode", "a trace observes training steps", "write train")
         return
-    if config.classifier is not None:
-        yield problem(config, "model.arch.type", "a trace observes language models", "name one of their classes")
-        return
+    yield from decoder_problems(config, "trace")
     if config.loss is not None:
         yield problem(config, "loss", "a trace observes the loss of tokens", "leave it out")
     if config.resume_training:

@@ -164,7 +164,7 @@ def test_each_shipped_file_is_converted_or_refused_with_its_keys(file: Path):
         return
     message = failure(lambda: convert(str(file), text, NEWER))
     assert f"{file}:" in message and "Fix:" in message
-    keys = ("held_out", "do_eval", "scale_sense", "MlpClassifier", "load_checkpoint")
+    keys = ("held_out", "do_eval", "scale_sense", "model.arch.type", "load_checkpoint")
     assert any(key in message for key in keys), message
 
 

@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from config_helpers import CLASSIFIER
 from data_helpers import jsonl, make_config
 from monitor_helpers import run_on_terminal
+from no_decoder import KIND, NO_DECODER_TEXT
 
 from trainer.cli.main import dispatch
 from trainer.data.datasets import build_datasets
@@ -206,8 +206,8 @@ def test_bad_input_is_one_message(tmp_path, flags, words, capsys):
 
 
 def test_images_have_no_tokens(tmp_path):
-    (tmp_path / "run.yaml").write_text(CLASSIFIER)
-    with pytest.raises(UserError, match="model.classifier: images have no tokens to show"):
+    (tmp_path / "run.yaml").write_text(NO_DECODER_TEXT)
+    with pytest.raises(UserError, match=f"model.arch.type = {KIND!r}: images have no tokens to show"):
         dispatch(["data", "--config", str(tmp_path / "run.yaml")])
 
 

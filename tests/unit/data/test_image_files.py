@@ -13,7 +13,7 @@ from config_helpers import failure, load
 from data_helpers import idx, write_set
 
 from trainer.config import Config
-from trainer.config.schema.data import IMAGES
+from trainer.config.schema.images import IMAGES
 from trainer.data import build_datasets
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.batches.loader import eval_batches, training_batches
@@ -165,6 +165,8 @@ def test_too_few_images_and_no_folder_named(files: Path, monkeypatch: pytest.Mon
         (["recompute_config.recompute=True"], ["recompute_config", "does not apply to MlpClassifier"]),
         (["recompute=True"], ["recompute", "does not apply to MlpClassifier"]),
         (["train_dataset.tokenizer.type=huggingface"], ["train_dataset.tokenizer", "does not apply to MlpClassifier"]),
+        (["loss.type=dpo"], ["loss", "does not apply to MlpClassifier"]),
+        (["run_mode=eval", "lm_eval.tasks=arc_easy"], ["lm_eval.tasks", "asks a language model"]),
         (["run_mode=predict"], ["run_mode = 'predict'", "generates no text", "--run_mode eval"]),
         (["amp_level=O2"], ["amp_level = 'O2'", "float32"]),
         (["train_dataset.held_out=0.1"], ["held_out", "not supported for images", "eval_dataset"]),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from config_helpers import CLASSIFIER, load
+from config_helpers import load
+from no_decoder import NO_DECODER_TEXT
 
 from trainer.checkpoint.state import changed_settings, settings_record
 from trainer.config import Config, config_notes, dump_config, parse_config
@@ -35,7 +36,7 @@ def on_ascend(text: str) -> Config:
         ),
         (EXPERTS % ", use_gmm: False", {"compute_dtype": "bfloat16", "use_flash_attention": True}),
         (EXPERTS % ", capacity_factor: 1.5", {"compute_dtype": "bfloat16", "use_flash_attention": True}),
-        (CLASSIFIER, {}),
+        (NO_DECODER_TEXT, {}),
     ],
 )
 def test_an_ascend_has_defaults_where_nothing_is_written(text: str, expected: dict) -> None:

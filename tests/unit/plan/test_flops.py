@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from config_helpers import CLASSIFIER
+from no_decoder import NO_DECODER_TEXT
 
 from trainer.config import Override, parse_config
 from trainer.plan.flops import flops_per_sequence, keys_seen
@@ -108,9 +108,8 @@ def test_adapters_leave_the_gradients_of_the_weights_below_them_out() -> None:
 
 
 def test_images_need_no_gradient() -> None:
-    config = parse_config("a.yaml", CLASSIFIER)
-    sizes = config.classifier.sizes
-    weights = [a * b for a, b in zip(sizes, sizes[1:], strict=False)]
+    config = parse_config("a.yaml", NO_DECODER_TEXT)
+    weights = [outputs * inputs for outputs, inputs in config.network.linears.values()]
     assert flops_per_sequence(config) == 6 * sum(weights) - 2 * weights[0]
 
 

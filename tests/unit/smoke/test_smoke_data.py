@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from config_helpers import CLASSIFIER
+from no_decoder import NO_DECODER_TEXT
 from smoke_files import ALPACA, EXPERTS
 
 from trainer.config import Config, load_config
@@ -108,7 +108,7 @@ def test_megatron_files_are_blended_as_the_file_says(tmp_path):
 
 
 def test_images(tmp_path):
-    config = prepared(tmp_path, CLASSIFIER)
+    config = prepared(tmp_path, NO_DECODER_TEXT)
     dataset, _ = build_datasets(config)
     assert dataset.num_sequences == 3 and dataset.batch([0]).pixels.shape == (1, 784)
 

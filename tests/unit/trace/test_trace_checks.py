@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from no_decoder import NO_DECODER_TEXT
 
 from trainer.config import Override, parse_config
 from trainer.errors import UserError
@@ -17,7 +18,6 @@ train_dataset: {data_loader: {type: SyntheticDataset}}
 runner_config: {batch_size: 1, stop_step: 2}
 lr_schedule: {type: ConstantWarmUpLR, learning_rate: 1.e-3}
 """
-CLASSIFIER = "model: {arch: {type: MlpClassifier}}\ntrain_dataset: {data_loader: {type: MnistDataset}}\n"
 TWO = World(0, 2, 0, 2)
 
 
@@ -66,8 +66,8 @@ def test_ranks_that_cannot_be_observed_are_refused(overrides: list[str], key: st
     assert refused(DENSE, TWO, *overrides) == [key]
 
 
-def test_a_classifier_is_refused() -> None:
-    assert refused(CLASSIFIER, SINGLE_PROCESS) == ["model.arch.type"]
+def test_a_model_that_is_not_a_decoder_is_refused() -> None:
+    assert refused(NO_DECODER_TEXT, SINGLE_PROCESS) == ["model.arch.type"]
 
 
 @pytest.mark.parametrize("pattern", ["", "*", "model.layers.1.self_attn*", "*.o_proj.input", "model.norm.weight"])

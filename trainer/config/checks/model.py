@@ -13,10 +13,11 @@ from trainer.config.layer_types import layers_with_experts, window_layer_types
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems, recomputed_parts
-from trainer.config.schema.data import IMAGES, TokenizerConfig
+from trainer.config.schema.data import TokenizerConfig
 from trainer.config.schema.fields import beside_of
+from trainer.config.schema.images import CLASSIFIER, IMAGES
 from trainer.config.schema.model import LATENT_SIZES, ModelConfig, RopeScaling
-from trainer.config.schema.root import CLASSIFIER, Config
+from trainer.config.schema.root import Config
 from trainer.config.schema.system import RecomputeConfig
 from trainer.errors import shorten_repr
 
@@ -32,22 +33,22 @@ _EVEN = "rotary embedding requires a positive, even number"
 
 def model_problems(config: Config) -> Iterator[ConfigError]:
     """Yields errors about keys of the model that contradict each other, and data that the model cannot read."""
-    classifier = config.classifier is not None
+    kind = config.model.arch.type
     for section in ("train_dataset", "eval_dataset"):
         dataset = getattr(config, section)
         key = f"{section}.data_loader.type"
-        if dataset is None or dataset.data_loader.reads_images == classifier:
+        if dataset is None or dataset.data_loader.reads_images != config.is_decoder:
             continue
-        if classifier:
-            yield problem(config, key, f"an {CLASSIFIER} takes images", f"write {IMAGES}")
-        else:
+        if config.is_decoder:
             fix = f"write {_CLASS}: {CLASSIFIER}, or use TextDataset, JsonlDataset or SyntheticDataset"
-            yield problem(config, key, f"{config.model.arch.type} takes text, not images", fix)
-    if classifier:
-        yield from _classifier(config)
+            yield problem(config, key, f"{kind} takes text, not images", fix)
+        else:
+            yield problem(config, key, f"an {kind} takes images", f"write {IMAGES}")
+    if not config.is_decoder:
+        yield from _no_decoder(config)
         return
     if config.model.classifier is not None:
-        rule = f"only an {CLASSIFIER} has it, and {_CLASS} is {config.model.arch.type}"
+        rule = f"only an {CLASSIFIER} has it, and {_CLASS} is {kind}"
         yield problem(config, "model.classifier", rule, f"write {_CLASS}: {CLASSIFIER}, or remove it", value="...")
     for rules in (_sizes, _contradictions, _positions, _attention, _initial_values, adapter_problems,
                   _family, _sparse_layers, _vocabulary, _precision, recompute_problems, _parallel_blocks,
@@ -55,24 +56,47 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
         yield from rules(config)
 
 
-def _classifier(config: Config) -> Iterator[ConfigError]:
-    """Yields errors for sections that do not apply to a classifier."""
+def _no_decoder(config: Config) -> Iterator[ConfigError]:
+    """Yields errors for keys that apply to decoders alone, in the file of another model."""
+    kind = config.model.arch.type
     decoder_sections = {
         _KEY: config.decoder != ModelConfig(),
         "recompute_config": config.recompute_config != RecomputeConfig() or config.recompute,
         "train_dataset.tokenizer": config.train_dataset.tokenizer != TokenizerConfig(),
         "sample_prompt": config.sample_prompt is not None,
+        "loss": config.loss is not None,
     }
     for key in (key for key, is_set in decoder_sections.items() if is_set):
-        yield problem(config, key, f"does not apply to {CLASSIFIER}", "remove it", value="...")
+        yield problem(config, key, f"does not apply to {kind}", "remove it", value="...")
     if config.run_mode in ("predict", "chat"):
         fix = "use --run_mode eval, which gives the accuracy"
-        yield problem(config, "run_mode", f"an {CLASSIFIER} generates no text", fix)
+        yield problem(config, "run_mode", f"an {kind} generates no text", fix)
+    if config.tasks:
+        rule = "asks a language model, and this model is a classifier"
+        yield problem(config, "lm_eval.tasks", rule, "leave it out")
     if config.amp_level not in (None, "O0"):
-        yield problem(config, "amp_level", f"an {CLASSIFIER} computes in float32", "remove it, or write O0")
+        yield problem(config, "amp_level", f"an {kind} computes in float32", "remove it, or write O0")
     if config.train_dataset.held_out:
         fix = "remove it and write an eval_dataset, which reads the test images"
         yield problem(config, "train_dataset.held_out", "is not supported for images", fix)
+
+
+# What needs a decoder -> the key that says that there is none, the rule, its fix.
+_NEEDS_DECODER = {
+    "audit": (_CLASS, "has no fused operators", "audit a configuration of a language model"),
+    "convert": (_CLASS, "the newer schema describes decoders alone", "use it as it is"),
+    "data": (_CLASS, "images have no tokens to show", "use plan, which checks the images"),
+    "semi_auto": ("parallel.parallel_mode", "semi-automatic mode supports decoders only",
+                  "write 0 (explicit mode), which trains it on data-parallel ranks, too"),
+    "trace": (_CLASS, "a trace observes language models", "name one of their classes"),
+}  # fmt: skip
+
+
+def decoder_problems(config: Config, purpose: str) -> list[ConfigError]:
+    """Returns the error of a command or mode that needs a decoder (`purpose`) if the file has another model."""
+    if config.is_decoder:
+        return []
+    return [problem(config, *_NEEDS_DECODER[purpose])]
 
 
 def _sizes(config: Config) -> Iterator[ConfigError]:

@@ -276,7 +276,7 @@ def _run(config: Config) -> Iterator[str]:
         yield "do_eval: evaluates only at the end, because eval_step_interval and eval_epoch_interval are -1"
     if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
         yield "runner_wrapper.type MFPipelineWithLossScaleCell: treated as MFTrainOneStepCell"
-    saves_decoder = config.trains and config.classifier is None and not config.has_adapters
+    saves_decoder = config.trains and config.is_decoder and not config.has_adapters
     if saves_decoder and not saved_class(decoder, config.model.arch.type):
         features = ", ".join(class_differences(decoder, config.model.arch.type))
         yield (f"model.arch.type {config.model.arch.type}: checkpoints have no config.json, because no class of"

@@ -13,7 +13,7 @@ from trainer.config.checks.degrees import (
 )
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.recompute import recomputed_parts
-from trainer.config.schema.root import CLASSIFIER, Config
+from trainer.config.schema.root import Config
 from trainer.models.spec.adapters import TARGETS_KEY, vocabulary_adapters
 from trainer.parallel.mesh import Degrees, degree_mismatch, indivisible_degree
 from trainer.parallel.world import World
@@ -166,8 +166,8 @@ def parallel_problems(config: Config, world: World) -> list[ConfigError]:
     degrees = parallel_degrees(config, world)
     if mismatch:
         problems += mismatch
-    elif config.classifier is not None:
-        problems += [*_only_data_parallel(config, degrees), *_sharding_size(config, degrees)]
+    elif not config.is_decoder:
+        problems += [*_only_data_parallel(config, world, degrees), *_sharding_size(config, degrees)]
     else:
         problems += [*_explicit_pipeline(config, degrees), *_explicit_sharding(config, degrees)]
         problems += _sharding_size(config, degrees)
@@ -191,12 +191,15 @@ def _whole_matrices(config: Config, world: World, degrees: Degrees) -> Iterator[
         yield problem(config, key, rule, "leave it out, or use data_parallel alone and optimizer_level level2")
 
 
-def _only_data_parallel(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
-    """Yields an error for each other parallel degree than data_parallel."""
+def _only_data_parallel(config: Config, world: World, degrees: Degrees) -> Iterator[ConfigError]:
+    """Yields errors about another model than a decoder, of which each rank has all weights."""
     for name, degree in degrees._asdict().items():
         if degree > 1 and name != "data_parallel":
-            rule = f"{CLASSIFIER} supports data parallelism only"
+            rule = f"{config.model.arch.type} supports data parallelism only"
             yield problem(config, f"parallel_config.{name}", rule, "set it to 1")
+    if shards_optimizer(config, world) and zero_level(config) == "level3":
+        key = "parallel.parallel_optimizer_config.optimizer_level"
+        yield problem(config, key, f"the weights of {config.model.arch.type} cannot be sharded", "write level2")
 
 
 def _explicit_sharding(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
@@ -262,6 +265,3 @@ def _several_ranks(config: Config, world: World) -> Iterator[ConfigError]:
         if mode == "stand_alone":
             rule = f"runs one rank, and the job has {world.size}"
         yield problem(config, "parallel.parallel_mode", rule, "set it to 0, data parallelism, or leave it out")
-    if config.classifier is not None and shards_optimizer(config, world) and zero_level(config) == "level3":
-        key = "parallel.parallel_optimizer_config.optimizer_level"
-        yield problem(config, key, f"the weights of {CLASSIFIER} cannot be sharded", "write level2")

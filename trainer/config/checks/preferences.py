@@ -74,8 +74,7 @@ def preference_problems(config: Config, world: World, on_arrays: bool) -> Iterat
         on_arrays: Whether native CPU layers compute the model.
     """
     loss = config.preferences
-    if config.classifier is None:
-        yield from _score_problems(config, world, on_arrays)
+    yield from _score_problems(config, world, on_arrays)
     if loss is None or not _uses_loss(config):
         return
     lacking = list(_unsupported(config, world, on_arrays))
@@ -105,7 +104,7 @@ def distillation_problems(config: Config, world: World, on_arrays: bool) -> Iter
     if loss.teacher is None:
         yield problem(config, _TEACHER, "a distillation needs a teacher", "name its folder", because=_KEY)
     teacher = config.teacher
-    if teacher is None or config.classifier is not None:
+    if teacher is None:
         return
     if teacher.decoder.num_labels:
         yield problem(config, _TEACHER, "a reward model has no logits to learn from", "name a language model")
@@ -123,7 +122,7 @@ def term_problems(config: Config, on_arrays: bool) -> Iterator[ConfigError]:
         on_arrays: Whether native CPU layers compute the model.
     """
     settings = config.decoder
-    if not config.trains or config.classifier is not None:
+    if not config.trains:
         return
     used = {
         "model.model_config.label_smoothing": bool(settings.label_smoothing),
@@ -180,15 +179,13 @@ def _unsupported(config: Config, world: World, on_arrays: bool, compares: bool =
         compares: Whether answers are compared; False: the loss is that of a student and its teacher.
     """
     degrees = parallel_degrees(config, world)
-    if compares and config.classifier is None and config.decoder.num_labels and config.has_adapters:
+    if compares and config.decoder.num_labels and config.has_adapters:
         yield "adapters of a reward model, whose new head they would leave frozen"
-    if config.classifier is not None:
-        yield "a classifier"
-    elif not on_arrays:
+    if not on_arrays:
         yield _CELLS
-    if compares and config.classifier is None and config.decoder.experts is not None:
+    if compares and config.decoder.experts is not None:
         yield "experts"
-    if config.classifier is None and model_spec(config.decoder).mtp_modules:
+    if model_spec(config.decoder).mtp_modules:
         yield "multi-token prediction"
     for name in ("model_parallel", "context_parallel", "expert_parallel", "pipeline_stage"):
         degree = getattr(degrees, name)

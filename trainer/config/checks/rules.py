@@ -151,9 +151,9 @@ def run_problems(config: Config, world: World) -> list[ConfigError]:
 
 
 def _model_sizes(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for a decoder whose sizes are missing; those of a classifier have defaults."""
+    """Yields an error for a decoder whose sizes are missing."""
     missing = [name for name in _SIZES if not config.source.where(f"{_MODEL}.{name}")]
-    if not config.source.path or not missing or config.classifier is not None:
+    if not config.source.path or not missing or not config.is_decoder:
         return
     rule = f"a run needs the sizes of its model; missing: {', '.join(missing)}"
     fix = f"write them in {_MODEL}, as configs/quickstart.yaml does, or name a model folder: --model FOLDER"
@@ -215,9 +215,7 @@ def evaluation_data_error(config: Config, key: str) -> ConfigError:
 def _tasks(config: Config, world: World) -> Iterator[ConfigError]:
     """Yields the first reason why this job cannot run tasks of lm-eval."""
     key = "lm_eval.tasks"
-    if config.classifier is not None:
-        yield problem(config, key, "asks a language model, and this model is a classifier", "leave it out")
-    elif config.decoder.num_labels is not None:
+    if config.decoder.num_labels is not None:
         yield problem(config, key, "asks a language model, and a reward model writes no text",
                       "leave it out: the evaluation then has loss and accuracy, and run_mode predict gives scores")
     elif world.size > 1:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from trainer.config.schema.fields import BATCH, COUNT, LENGTH, REQUIRED, TOKEN_ID, FilePath, Section, section, setting
+from trainer.config.schema.images import ImagesType
 
 _Field: TypeAlias = Literal[
     "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "text", "system",
@@ -13,8 +14,6 @@ WEIGHT = "weight"
 """The field of a record with the factor on the loss of its tokens, which is read if `columns` names its column."""
 TRAIN = "train_dataset"
 EVAL = "eval_dataset"
-IMAGES = "MnistDataset"
-"""The `data_loader.type` of images: the name of MindSpore's data set of the same file format."""
 _MEANWHILE = "use TextDataset, JsonlDataset or SyntheticDataset"
 
 
@@ -85,10 +84,10 @@ class SyntheticLoader(_Loader):
 
 
 class ImageLoader(_Loader):
-    """Images and their labels in the file format of MNIST, for an MlpClassifier."""
+    """Images and their labels in idx files, for a model of images."""
     reads_text = False
     reads_images = True
-    type: Literal["MnistDataset"] = setting(REQUIRED, "Kind of data.")
+    type: ImagesType = setting(REQUIRED, "Kind of data.")
     dataset_dir: FilePath = setting(
         "", "Folder of the files. Default empty: the folder in the environment variable DATA_PATH.",
         aliases="dataset_path")

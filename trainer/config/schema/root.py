@@ -11,10 +11,10 @@ from pydantic import Field, PrivateAttr
 from trainer.config.families import FAMILIES
 from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.schema.callbacks import Callback, CheckpointMonitor, EarlyStop, ProfileMonitor
-from trainer.config.schema.classifier import ClassifierConfig
 from trainer.config.schema.data import DatasetConfig, DatasetTask
 from trainer.config.schema.fields import BATCH, COUNT, RANKS, FilePath, Section, section, setting
 from trainer.config.schema.freeze import FreezeConfig
+from trainer.config.schema.images import CLASSIFIER, ClassifierConfig
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.optimizer import CosineWithWarmUpLR, LrSchedule, OptimizerConfig
 from trainer.config.schema.runner import LmEvalConfig, LossConfig, RunnerConfig, RunnerWrapper
@@ -38,9 +38,9 @@ _DOTTED_KEY = re.compile(
     r"(?<![\w./'\"-])((?=\w*[._])[a-z]\w*(?:\.\w+)*)(?:( = | is | )([Tt]rue|[Ff]alse|ON|OFF|-?[0-9.]+))?(?![\w/-]|\.\w)"
 )
 """A key in a text, and its value if that follows."""
-CLASSIFIER = "MlpClassifier"
-"""The value of ``model.arch.type`` that selects the classifier of images instead of a decoder."""
 _CLASSES = (*FAMILIES, CLASSIFIER)
+Network: TypeAlias = ModelConfig | ClassifierConfig
+"""The sizes of a model: of a decoder, or of one of another kind."""
 if TYPE_CHECKING:
     ModelClass: TypeAlias = str
 else:
@@ -292,7 +292,7 @@ class Config(Section):
 
     @property
     def decoder(self) -> ModelConfig:
-        """Returns the decoder's sizes and options; of a classifier the defaults: dense, float32, without dropout."""
+        """Returns the decoder's sizes and options; of another model the defaults: dense, float32, without dropout."""
         return self.model.settings
 
     @property
@@ -311,14 +311,21 @@ class Config(Section):
     @property
     def classifier(self) -> ClassifierConfig | None:
         """Returns the classifier's sizes; None for a decoder."""
-        if self.model.arch.type != CLASSIFIER:
+        if self.is_decoder:
             return None
         return self.model.classifier or ClassifierConfig()
 
     @property
-    def network(self) -> ModelConfig | ClassifierConfig:
-        """Returns the sizes of the model, a classifier or a decoder."""
-        return self.classifier or self.model.settings
+    def is_decoder(self) -> bool:
+        """Returns whether the model is a decoder."""
+        return self.model.arch.type != CLASSIFIER
+
+    @property
+    def network(self) -> Network:
+        """Returns the sizes of the model, whatever its kind."""
+        if self.is_decoder:
+            return self.model.settings
+        return self.model.classifier or ClassifierConfig()
 
     @property
     def tracker_names(self) -> list[str]:

@@ -22,7 +22,7 @@ RampUp = Annotated[list[Annotated[int, Field(ge=0, le=COUNT)]], AfterValidator(_
 class RunnerConfig(Section):
     """How many batches of which size (YAML ``runner_config``)."""
 
-    batch_size: int = setting(1, "Sequences (of a classifier: images) in one micro-batch.", ge=1, le=BATCH)
+    batch_size: int = setting(1, "Sequences (or images) in one micro-batch.", ge=1, le=BATCH)
     epochs: int = setting(1, "Passes over the training data.", ge=1, le=COUNT)
     gradient_accumulation_steps: int = setting(
         1, "Micro-batches whose gradients are summed before one optimizer step.", ge=1, le=BATCH)

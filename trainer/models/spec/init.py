@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config.patterns import read_pattern
-from trainer.config.schema.classifier import ClassifierConfig
+from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.adapters import adapter_spec
 from trainer.models.spec.names import starts_with_name
 from trainer.parallel.sharding import ShardSpec, full_shard_spec
 
 if TYPE_CHECKING:
-    from trainer.config.schema.model import ModelConfig
+    from trainer.config.schema.root import Network
     from trainer.models.spec.model import ParameterSpec
 
 
@@ -42,7 +42,7 @@ _BLOCK = 1 << 20  # numbers that are drawn at a time for a shard of a parameter
 
 
 def initial_value(
-    parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig, seed: int, part: ShardSpec | None = None
+    parameter: ParameterSpec, settings: Network, seed: int, part: ShardSpec | None = None
 ) -> np.ndarray:
     """Returns the float32 initial value of a parameter, or of the shard `part` of it; `parameter` has its full name.
 
@@ -56,10 +56,7 @@ def initial_value(
     deviation = _rule_deviation(parameter, settings)
     if deviation is None:
         if parameter.init == "ones":
-            value = 1.0
-            if not isinstance(settings, ClassifierConfig):
-                value -= settings.norm_offset
-            return np.full(part.shape, value, np.float32)
+            return np.full(part.shape, 1.0 - settings.norm_offset, np.float32)
         deviation = _deviation(parameter, settings)
     if deviation == 0:
         return np.zeros(part.shape, np.float32)
@@ -75,9 +72,9 @@ def initial_value(
     return values
 
 
-def _rule_deviation(parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig) -> float | None:
+def _rule_deviation(parameter: ParameterSpec, settings: Network) -> float | None:
     """Returns the standard deviation that the last rule for a parameter says; None if there is no rule for it."""
-    if isinstance(settings, ClassifierConfig) or parameter.role in ("adapter", "buffer"):
+    if parameter.role in ("adapter", "buffer"):
         return None
     for rule in reversed(settings.param_init_std_rules or ()):
         if starts_with_name(read_pattern(rule.target), parameter.name):
@@ -85,11 +82,11 @@ def _rule_deviation(parameter: ParameterSpec, settings: ModelConfig | Classifier
     return None
 
 
-def _deviation(parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig) -> float | None:
+def _deviation(parameter: ParameterSpec, settings: Network) -> float | None:
     """Returns the standard deviation of the normal values of a matrix; None where they are uniform."""
     if parameter.init == "zeros":
         return 0.0
-    if isinstance(settings, ClassifierConfig) or parameter.init == "normal":
+    if not isinstance(settings, ModelConfig) or parameter.init == "normal":
         return settings.initializer_range
     if parameter.init == "residual":
         return settings.initializer_range / (2 * settings.num_layers) ** 0.5

@@ -1,11 +1,11 @@
-"""The parameters of a decoder or a classifier by their full names, and their shapes."""
+"""The parameters of a model by their full names, and their shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from trainer.config.schema.classifier import ClassifierConfig
+from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.adapters import adapter_spec, base_dtype, layer_targets, projections
 from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.model import ParameterSpec
@@ -21,50 +21,45 @@ from trainer.models.spec.names import (
 from trainer.models.spec.sublayers import attention_parameters, mlp_parameters, moe_parameters
 
 if TYPE_CHECKING:
-    from trainer.config.schema.model import ModelConfig
+    from trainer.config.schema.root import Network
     from trainer.storage.base_dtypes import BaseDtype
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def parameter_specs(settings: ModelConfig | ClassifierConfig) -> dict[str, ParameterSpec]:
-    """Returns every parameter of a decoder or a classifier by its full name, in forward order, adapters at the end."""
-    if not isinstance(settings, ClassifierConfig):
+def parameter_specs(settings: Network) -> dict[str, ParameterSpec]:
+    """Returns every parameter of a model by its full name, in forward order, adapters at the end."""
+    if isinstance(settings, ModelConfig):
         return model_spec(settings).parameters()
-    specs = []
-    for (weight, bias), inp, out in zip(classifier_names(settings), settings.sizes, settings.sizes[1:], strict=False):
-        specs += [ParameterSpec(weight, (out, inp)), ParameterSpec(bias, (out,), init="zeros", role="bias")]
-    return {spec.name: spec for spec in specs}
+    specs = {}
+    for name, (outputs, inputs) in settings.linears.items():
+        specs[f"{name}.weight"] = ParameterSpec(f"{name}.weight", (outputs, inputs))
+        specs[f"{name}.bias"] = ParameterSpec(f"{name}.bias", (outputs,), init="zeros", role="bias")
+    return specs
 
 
-def classifier_names(settings: ClassifierConfig) -> list[tuple[str, str]]:
-    """Returns the names of weight and bias of each layer: those of MindSpore's tutorial, with layers as even cells."""
-    prefixes = [f"dense_relu_sequential.{2 * layer}" for layer in range(len(settings.sizes) - 1)]
-    return [(f"{prefix}.weight", f"{prefix}.bias") for prefix in prefixes]
-
-
-def all_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
+def all_shapes(settings: Network) -> Shapes:
     """Returns the shape of every parameter by its full name, in forward order: the model's, then the adapters'."""
     return _shapes(parameter_specs(settings).values())
 
 
-def parameter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
+def parameter_shapes(settings: Network) -> Shapes:
     """Returns the shape of every parameter except adapters by its full name, in forward order."""
     return _shapes(spec for spec in parameter_specs(settings).values() if spec.role != "adapter")
 
 
-def adapter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
+def adapter_shapes(settings: Network) -> Shapes:
     """Returns the shapes of the adapters' parameters by their full names; empty without adapters."""
     return _shapes(spec for spec in parameter_specs(settings).values() if spec.role == "adapter")
 
 
-def base_dtypes(settings: ModelConfig | ClassifierConfig) -> dict[str, BaseDtype]:
+def base_dtypes(settings: Network) -> dict[str, BaseDtype]:
     """Returns how the frozen matrices under adapters are held in few bytes, by their full names.
 
     Matrices outside the layers, the embedding among them, have at least 16 bits, as with QLoRA and PEFT. Parameters
     that are missing here are float32.
     """
-    if isinstance(settings, ClassifierConfig):
+    if not isinstance(settings, ModelConfig):
         return {}
     return matrix_dtypes(settings, base_dtype(settings))
 

@@ -6,7 +6,8 @@ import re
 import subprocess
 
 import pytest
-from config_helpers import BASE, CLASSIFIER, error_of, failure, load, notes
+from config_helpers import BASE, error_of, failure, load, notes
+from no_decoder import KIND, NO_DECODER_TEXT
 
 from trainer.config import preflight
 from trainer.device.doctor import check_disk
@@ -432,6 +433,6 @@ def test_where_text_can_be_sampled():
     preflight(load(tokens))
 
 
-def test_a_classifier_samples_no_text():
-    message = error_of(f"{CLASSIFIER}sample_prompt: a\n")
-    assert "a.yaml:3: sample_prompt = '...': does not apply to MlpClassifier" in message
+def test_another_model_samples_no_text():
+    message = error_of(f"{NO_DECODER_TEXT}sample_prompt: a\n")
+    assert f"a.yaml:3: sample_prompt = '...': does not apply to {KIND}" in message

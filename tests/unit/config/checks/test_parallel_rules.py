@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from config_helpers import BASE, error_of, failure, load
+from no_decoder import NO_DECODER_TEXT
 
 from trainer.cli.flags import split_arguments
 from trainer.config import config_notes, dump_config, parse_config, preflight
 from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, shard_threshold_bytes, shards_optimizer
 from trainer.config.checks.preferences import distillation_problems, term_problems
-from trainer.config.schema.data import IMAGES
 from trainer.errors import UserError
 from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Degrees
@@ -293,10 +293,9 @@ def test_what_semi_automatic_mode_cannot_do_is_an_error(text: str, parts: list[s
 
 
 def test_semi_automatic_mode_is_for_decoders() -> None:
-    text = "model: {arch: {type: MlpClassifier}}\nparallel: {parallel_mode: 1}\n"
-    text += f"train_dataset: {{data_loader: {{type: {IMAGES}}}}}\n"
+    text = f"{NO_DECODER_TEXT}parallel: {{parallel_mode: 1}}\n"
     [found] = semi_auto_problems(parse_config("a.yaml", text), EIGHT)
-    assert "a.yaml:2: parallel.parallel_mode = 1: semi-automatic mode supports decoders only" in str(found.error)
+    assert "a.yaml:3: parallel.parallel_mode = 1: semi-automatic mode supports decoders only" in str(found.error)
 
 
 def test_what_mindspore_documents_of_joined_collectives_is_taken() -> None:

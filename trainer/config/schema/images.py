@@ -1,10 +1,16 @@
 """The classifier of images: YAML ``model.classifier``."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
 from trainer.config.schema.fields import VOCABULARY, WIDTH, Section, setting
+
+ImagesType: TypeAlias = Literal["MnistDataset"]
+IMAGES = "MnistDataset"
+"""The `data_loader.type` of images: the name of MindSpore's data set of the same file format."""
+CLASSIFIER = "MlpClassifier"
+"""The value of ``model.arch.type`` that selects the classifier of images instead of a decoder."""
 
 
 class ClassifierConfig(Section):
@@ -26,23 +32,21 @@ class ClassifierConfig(Section):
     experts: ClassVar[None] = None
     moe_layers: ClassVar[tuple[int, ...]] = ()
     has_loss_terms: ClassVar[bool] = False
+    norm_offset: ClassVar[int] = 0
+    param_init_std_rules: ClassVar[tuple[Any, ...]] = ()
+
+    labels_per_sequence: ClassVar[int] = 1
+    labels_text: ClassVar[str] = "images"
+    sequences_text: ClassVar[str] = "images"
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Returns the input width of the first layer, and the output width of each layer."""
-        return (self.pixels, *self.hidden_sizes, self.classes)
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Returns the fully connected layers by name, as in MindSpore's tutorial: outputs and inputs of each."""
+        sizes = (self.pixels, *self.hidden_sizes, self.classes)
+        pairs = zip(sizes[1:], sizes, strict=False)
+        return {f"dense_relu_sequential.{2 * layer}": pair for layer, pair in enumerate(pairs)}
 
     @property
-    def labels_per_sequence(self) -> int:
-        """Returns 1: an image has one label."""
-        return 1
-
-    @property
-    def labels_text(self) -> str:
-        """Returns the name of the items with labels, in the plural."""
-        return "images"
-
-    @property
-    def sequences_text(self) -> str:
-        """Returns the name of the sequences, in the plural."""
-        return "images"
+    def numbers_per_label(self) -> int:
+        """Returns how many numbers an image has: its pixels, and the outputs of all layers."""
+        return self.pixels + sum(self.hidden_sizes) + self.classes
