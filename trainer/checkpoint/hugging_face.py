@@ -64,7 +64,7 @@ Files = dict[str, bytes]
 def folder_files(
     config: Config, dtype: str = "float32", settings: ModelConfig | None = None, form: RecordForm | None = None
 ) -> Files:
-    """Returns the files beside the weights by name; none for a classifier, which transformers does not have.
+    """Returns the files beside the weights by name; none for another model than a decoder, which transformers lacks.
 
     config.json is left out if no class of transformers computes this model: it would describe another model.
 
@@ -75,7 +75,7 @@ def folder_files(
     Raises:
         UserError: The tokenizer cannot be read.
     """
-    if config.classifier is not None:
+    if not config.is_decoder:
         return {}
     settings = settings or config.decoder
     tokenizer = tokenizer_of(config)
@@ -110,8 +110,6 @@ def folder_files(
 def class_on_disk(config: Config) -> str:
     """Returns the class whose tensor names the saved weights have."""
     kind = config.model.arch.type
-    if config.classifier is not None:
-        return kind
     return saved_class(config.decoder, kind) or kind
 
 

@@ -18,7 +18,7 @@ _MODEL = "model.model_config"
 
 def device_defaults(config: Config, device: str) -> dict[str, Any]:
     """Returns the values of a device for keys below `model_config` that the file leaves out."""
-    if device != "Ascend" or config.classifier is not None:
+    if device != "Ascend" or not config.is_decoder:
         return {}
     settings = config.decoder
     moe = config.decoder.experts

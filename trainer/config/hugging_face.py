@@ -247,5 +247,7 @@ def saved_class(settings: ModelConfig, architecture: str) -> str:
 
     Classes of transformers come first. The result is empty if the config.json of every class describes another model.
     """
+    if architecture not in FAMILIES:
+        return ""
     candidates = sorted((architecture, *FAMILIES), key=lambda name: not FAMILIES[name].in_transformers)
     return next((name for name in candidates if not class_differences(settings, name)), "")

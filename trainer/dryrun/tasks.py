@@ -15,7 +15,7 @@ from mindspore import Tensor
 
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, runs_semi_auto
 from trainer.data.batches.batch import Batch
-from trainer.data.source.images import ImageBatch
+from trainer.data.source.images import ImageBatch, random_images
 from trainer.dryrun.weights import leave_weights_empty
 from trainer.ops import dispatch
 from trainer.parallel import collectives
@@ -93,13 +93,10 @@ def micro_batches_for_step(run: CaseRun, step: Any, number: int) -> Sequence[Bat
 
 
 def random_batch(run: CaseRun, rows: int, seed: int) -> Batch | ImageBatch:
-    """Returns a batch of random tokens, or for a classifier of random images."""
-    if run.config.classifier is None:
+    """Returns a batch of random tokens, or of random images for a model that reads them."""
+    if run.config.is_decoder:
         return _random_tokens(run, rows, seed)
-    settings = run.config.classifier
-    stream = np.random.default_rng(seed)
-    pixels = stream.integers(0, 256, (rows, settings.pixels)).astype(np.uint8)
-    return ImageBatch(pixels, stream.integers(0, settings.classes, rows).astype(np.int32))
+    return random_images(run.config, rows, seed)
 
 
 def _random_tokens(run: CaseRun, rows: int, seed: int) -> Batch:

@@ -74,7 +74,7 @@ class StepMetrics:
     extra: Mapping[str, float] = field(default_factory=dict)
     skipped: str = ""  # why the step updated nothing
     details: Mapping[str, object] = field(default_factory=dict)
-    labels: str = "tokens"  # the unit of tokens: "images" for a classifier
+    labels: str = "tokens"  # the unit of tokens, "tokens" or "images"
     flops_per_second: float = 0.0  # of the model, by the plan's count; 0 where that is not known
     mfu: float | None = None  # model FLOPs utilization, 0 to 1; None where the devices have no published peak
 

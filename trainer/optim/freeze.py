@@ -131,7 +131,7 @@ def _items(key: str, written: Any) -> Iterator[_FreezeEntry]:
 
 def _names(config: Config, item: _FreezeEntry, shapes: Mapping[str, Any]) -> list[str]:
     """Returns the names of the weights that an entry selects."""
-    if item.kind in ("embeddings", "layers") and config.classifier is not None:
+    if item.kind in ("embeddings", "layers") and not config.is_decoder:
         rule = "this short form works for decoders only"
         fix = f"write a pattern, for example '{next(iter(shapes))}'"
         raise _error(config, item.key, item.value, rule, fix)

@@ -178,7 +178,7 @@ class EvalPoint(NamedTuple):
     step: int
     loss: float  # nats per loss token; NaN if it was not finite
     seconds: float
-    accuracy: float | None  # of a classifier, or of answers that are compared
+    accuracy: float | None  # of images, or of answers that are compared
     margin: float | None = None  # of answers that are compared
 
 

@@ -106,7 +106,7 @@ def export(
     _check(config, output, merge, force)
     weights, description, notes = _load_weights(config, merge)
     settings = config.decoder.model_copy(update={"mtp_depth": len(module_layers(weights, config.decoder))})
-    if not is_file and config.classifier is None:
+    if not is_file and config.is_decoder:
         _check_class(config)
     weights = to_disk(weights, class_on_disk(config))
     folder = output
@@ -118,7 +118,8 @@ def export(
         files = split_into_files(weights, shard_bytes, dtype)
         form = record_form_of(trained_path(config))
         other_files = folder_files(config, dtype, settings, form)
-        notes += _template_notes(config, form)
+        if other_files:
+            notes += _template_notes(config, form)
     if len(files) > 1:
         other_files[INDEX] = index_json(files, weights, dtype)
     make_folder(folder)
@@ -129,8 +130,7 @@ def export(
         write_atomically(folder / name, partial(write_weight_file, weights, tensors, dtype))
     for name, content in other_files.items():
         write_atomically(folder / name, partial(write_bytes, content))
-    if config.classifier is None:
-        notes += _class_notes(config, weights)
+    notes += _class_notes(config, weights)
     path = output
     if not is_file and len(files) == 1:
         path = output / next(iter(files))
@@ -195,7 +195,7 @@ def _check_class(config: Config) -> None:
 def _template_notes(config: Config, form: RecordForm | None) -> Iterator[str]:
     """Yields a note if the folder has a tokenizer without a chat template."""
     tokenizer = tokenizer_of(config)
-    if config.classifier is not None or tokenizer is None or trained_template(config, tokenizer, form) is not None:
+    if tokenizer is None or trained_template(config, tokenizer, form) is not None:
         return
     reason = "nothing says with which one the weights were trained; train_dataset.chat_template names it"
     if form == "text":

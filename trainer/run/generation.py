@@ -94,7 +94,7 @@ def make_generator(session: Session, eos_ids: Iterable[int], replica: ModelRepli
     from trainer.models.inputs import InputBuilder
 
     build_inputs = session.build_inputs
-    assert isinstance(build_inputs, InputBuilder), "a classifier generates no text"
+    assert isinstance(build_inputs, InputBuilder), "only a decoder generates text"
     options: dict[str, Any] = {"agree": replica.broadcast_tokens, "native": session.device == "CPU"}
     if session.pipeline is not None:
         options |= {"chunks": session.pipeline.generation_chunks(), "share": session.pipeline.share_logits}

@@ -363,7 +363,7 @@ def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int])
 
 def _memory_fix(config: Config, world: World, limit_bytes: float) -> str:
     """Returns settings with which a rank has enough memory, on as few ranks and with as few changes as possible."""
-    if not config.trains or config.classifier is not None:
+    if not (config.trains and config.is_decoder):
         return "use a smaller model or devices with more memory"
     device = planned_device(config)
     alone = _memory(config.model_copy(update={"use_parallel": False}), SINGLE_PROCESS)
@@ -431,7 +431,7 @@ def open_search(config: Config, world: World, device: str) -> LayoutSearch:
     Raises:
         UserError: The file does not train a decoder, or the sizes of its model are not known.
     """
-    if not config.trains or config.classifier is not None:
+    if not (config.trains and config.is_decoder):
         rule = "only the training of a decoder has layouts to search for"
         raise UserError(rule, where="flag --search", key="--search", fix="leave it out")
     raise_problems([each for each in run_problems(config, world) if each.error.key == config.source.name(_MODEL)])

@@ -152,7 +152,7 @@ def smoke_changes(config: Config, setup: Setup) -> list[Change]:
 def _changes(config: Config, setup: Setup) -> list[Change]:
     vocab_size = vocabulary(config, setup)
     model = []
-    if config.classifier is None:
+    if config.is_decoder:
         model = list(changes_from(config, model_changes(config, setup, vocab_size)))
     is_smaller = any(not change.key.endswith(NO_SIZES) for change in model)
     others = [*data_changes(config, setup, vocab_size), *training_changes(config, setup, is_smaller)]

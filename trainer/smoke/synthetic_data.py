@@ -53,7 +53,9 @@ def write_synthetic_data(config: Config, section: str) -> None:
             _folder(Path(prefix))
             write_indexed(Path(prefix), _documents(config, loader), config.decoder.vocab_size)
     elif loader.reads_images:
-        _write_images(config, section)
+        from trainer.data.source.images import write_random_images
+
+        write_random_images(config, Path(loader.dataset_dir), loader.num_samples or 1, _SEED)
     else:
         rows = loader.num_samples or 1
         for path in _text_files(loader):
@@ -264,25 +266,3 @@ def _form(config: Config, section: str) -> str:
     if config.run_mode == "finetune" or data.chat_template or data.train_on:
         return "messages"
     return "text"
-
-
-def _write_images(config: Config, section: str) -> None:
-    """Writes random images of the classifier's size as idx files."""
-    import struct
-
-    from trainer.data.source.images import IMAGES_MAGIC, LABELS_MAGIC
-
-    assert config.classifier is not None, "images are for a classifier"
-    pixels = config.classifier.pixels
-    state = np.random.RandomState(_SEED)
-    height = next(side for side in range(int(pixels**0.5), 0, -1) if pixels % side == 0)
-    loader = getattr(config, section).data_loader
-    count = loader.num_samples or 1
-    folder = Path(loader.dataset_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    images = state.randint(0, 256, (count, height, pixels // height)).astype(np.uint8)
-    labels = state.randint(0, config.classifier.classes, count).astype(np.uint8)
-    for part in ("train", "t10k"):
-        for kind, magic, array in (("images-idx3", IMAGES_MAGIC, images), ("labels-idx1", LABELS_MAGIC, labels)):
-            header = struct.pack(f">I{array.ndim}I", magic, *array.shape)
-            (folder / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())

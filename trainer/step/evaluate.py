@@ -34,7 +34,7 @@ _NO_SCORES = LabelledScores(np.zeros(0), np.zeros(0), np.zeros(0, bool))
 
 
 class EvaluationResult(NamedTuple):
-    """Mean loss in nats per loss token, number of loss tokens, seconds; for a classifier also its accuracy (0 to 1).
+    """Mean loss in nats per loss token, number of loss tokens, seconds; of images also the accuracy (0 to 1).
 
     A loss of preferences is a mean over pairs. The accuracy is then the fraction of the pairs whose chosen answer has
     the higher reward, and the margin the mean difference of the rewards. For answers with labels see

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -208,3 +209,14 @@ def test_drawn_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     nearest = ((shown.pixels[:, None] - means[None]) ** 2).sum(-1).argmin(-1)
     assert (nearest == shown.labels).mean() > 0.5
     assert not (shown.pixels[:, None] == batch.pixels[None, :40]).all(-1).any()
+
+
+NAMES = re.compile(r"mnist|mlpclassifier|classifierconfig|(models?\.|config\.|images import )classifier", re.I)
+
+
+def test_few_files_name_it() -> None:
+    """The others ask what any model answers: `Config.is_decoder`, `Config.network`."""
+    folders = [REPOSITORY / name for name in ("trainer", "configs", "scripts", "tests")]
+    files = (file for folder in folders for file in folder.rglob("*.*"))
+    named = [str(file) for file in files if file.suffix in (".py", ".yaml", ".sh") and NAMES.search(file.read_text())]
+    assert len(named) == 12, named

@@ -17,7 +17,7 @@ from trainer.config.read.relocate import fields_at
 from trainer.config.read.rows import Row
 from trainer.config.schema.fields import aliases_of, yaml_names
 from trainer.config.schema.optimizer import OptimizerConfig
-from trainer.config.schema.root import Config
+from trainer.config.schema.root import Config, ModelSection
 
 _KINDS = {
     "int": "an integer", "float": "a number", "bool": "true or false", "str": "a string", "list": "a list",
@@ -34,7 +34,7 @@ def is_pynative_key(key: str) -> bool:
     if key == "optimizer.type":
         return True
     if first in ("model", "recompute"):
-        return bool(rest) and rest.split(".")[0] not in ("arch", "model_config", "classifier")
+        return bool(rest) and rest.split(".")[0] not in yaml_names(ModelSection)
     keys, sections = _keys()
     return key.startswith("train_dataset.dataloader") or (first in keys | sections and first not in yaml_names(Config))
 

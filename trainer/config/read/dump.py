@@ -69,7 +69,7 @@ def plain_values(config: Config) -> dict[str, Any]:
     plain = _values(config)
     if config.runner_config.global_batch_size is not None:
         del plain["runner_config"]["gradient_accumulation_steps"]  # another job derives its own number
-    if config.classifier is not None:
+    if not config.is_decoder:
         del plain["model"]["model_config"]  # the defaults of decoders, without effect
     return plain
 

@@ -309,13 +309,6 @@ class Config(Section):
         return self.decoder.pet_config is not None
 
     @property
-    def classifier(self) -> ClassifierConfig | None:
-        """Returns the classifier's sizes; None for a decoder."""
-        if self.is_decoder:
-            return None
-        return self.model.classifier or ClassifierConfig()
-
-    @property
     def is_decoder(self) -> bool:
         """Returns whether the model is a decoder."""
         return self.model.arch.type != CLASSIFIER

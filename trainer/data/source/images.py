@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from trainer.config.schema.images import ClassifierConfig
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.batches.packing import checked_indices
 from trainer.errors import UserError
@@ -84,8 +85,8 @@ class ImageDataset:
         return ImageBatch(np.array(self._pixels_NP[indices_B]), self._labels_N[indices_B])
 
     def padding(self, size: int) -> ImageBatch:
-        pixels = np.zeros((size, self._pixels_NP.shape[1]), np.uint8)
-        return ImageBatch(pixels, np.full(size, IGNORE_INDEX, np.int32))
+        """Makes `size` images without loss, to fill up a last batch."""
+        return ImageBatch(np.zeros((size, self._pixels_NP.shape[1]), np.uint8), np.full(size, IGNORE_INDEX, np.int32))
 
 
 def build_images(config: Config, section: str) -> ImageDataset:
@@ -97,8 +98,7 @@ def build_images(config: Config, section: str) -> ImageDataset:
     """
     images = []
     labels = []
-    assert config.classifier is not None, "only a classifier reads images"
-    classes = config.classifier.classes
+    classes = _settings(config).classes
     pairs = [_read_headers(config, section, *pair) for pair in _find_files(config, section)]
     for image_file, label_file in pairs:
         images.append(_read_located(config, section, read_array, image_file))
@@ -108,6 +108,33 @@ def build_images(config: Config, section: str) -> ImageDataset:
             rule = f"{label_file.path}: it has the label {largest}, and the classes are 0 to {classes - 1}"
             raise _error(config, section, rule, f"set model.classifier.classes to {largest + 1}")
     return ImageDataset(images, labels, getattr(config, section).data_loader.num_samples)
+
+
+def _settings(config: Config) -> ClassifierConfig:
+    settings = config.network
+    assert isinstance(settings, ClassifierConfig), "only a classifier reads images"
+    return settings
+
+
+def random_images(config: Config, size: int, seed: int) -> ImageBatch:
+    """Makes `size` images of random pixels, with random labels."""
+    settings = _settings(config)
+    stream = np.random.default_rng(seed)
+    pixels = stream.integers(0, 256, (size, settings.pixels)).astype(np.uint8)
+    return ImageBatch(pixels, stream.integers(0, settings.classes, size).astype(np.int32))
+
+
+def write_random_images(config: Config, folder: Path, size: int, seed: int) -> None:
+    """Writes `size` random images as idx files, the same to train on and to evaluate on."""
+    batch = random_images(config, size, seed)
+    pixels = batch.pixels.shape[1]
+    height = next(side for side in range(int(pixels**0.5), 0, -1) if pixels % side == 0)
+    images = batch.pixels.reshape(size, height, -1)
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in _PARTS["all"]:
+        for kind, magic, array in (("images-idx3", IMAGES_MAGIC, images), ("labels-idx1", LABELS_MAGIC, batch.labels)):
+            header = struct.pack(f">I{array.ndim}I", magic, *array.shape)
+            (folder / f"{part}-{kind}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())
 
 
 def _find_files(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
@@ -139,11 +166,10 @@ def _find_file(config: Config, section: str, folder: Path, part: str, kind: str,
 
 def _read_headers(config: Config, section: str, images: Path, labels: Path) -> tuple[IdxFile, IdxFile]:
     """Reads both headers and checks that they fit each other and the classifier."""
-    assert config.classifier is not None, "only a classifier reads images"
     image_file = _read_located(config, section, read_header, images, IMAGES_MAGIC)
     label_file = _read_located(config, section, read_header, labels, LABELS_MAGIC)
     count, height, width = image_file.shape
-    pixels = config.classifier.pixels
+    pixels = _settings(config).pixels
     if count != label_file.shape[0]:
         rule = f"{images} has {count:,} images, and {labels.name} {label_file.shape[0]:,} labels"
         raise _error(config, section, rule, "use two files that belong together")

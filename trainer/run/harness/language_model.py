@@ -197,7 +197,7 @@ class TrainerLM(TemplateLM):
         """Yields for each input the scores of its continuations, whose last tokens follow the input's last one."""
         batch = self._batch(inputs)
         model = self.session.model
-        assert isinstance(model, Decoder), "a classifier has no texts"
+        assert isinstance(model, Decoder), "only a decoder has texts"
         x_ND = model.hidden_states(self.build_inputs(batch)).asnumpy()
         width = batch.input_ids.shape[1]
         for row, (ids, targets) in enumerate(zip(inputs, continuations, strict=True)):
