@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 from fuzz import Attempt, check
+from pydantic import ValidationError
 
 from fuzzing.mutate import changed_bytes, json_bytes
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message, parse
+from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message, sign
 from trainer.launch.control.nodes import NodeServer
 from trainer.launch.wire import Channel, ListeningSocket
 
@@ -59,7 +60,8 @@ def _strangers(folder: Path) -> Attempt:
     def attempt(rng: random.Random) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            channel = SignedChannel(ours, _SECRET, called=rng.random() < 0.5)
+            called = rng.random() < 0.5
+            channel = SignedChannel(ours, _SECRET, called=called)
             taken: list = []
 
             def read() -> bool:
@@ -69,14 +71,15 @@ def _strangers(folder: Path) -> Attempt:
             if rng.random() < 0.5:
                 _send(theirs, _junk(rng), read)
             else:  # a right start, then a message whose signature is of something else
-                other = SignedChannel(theirs, _SECRET if rng.random() < 0.7 else b"t" * 32, called=not channel._called)
+                secret = _SECRET if rng.random() < 0.7 else b"t" * 32
+                other = SignedChannel(theirs, secret, called=not called)
                 read()
                 other.receive()
                 data = rng.choice(_RIGHT).model_dump_json().encode()
                 wrong = changed_bytes(data, rng)
-                mac = other._sign(data, from_caller=channel._called)
+                mac = sign(other._sent, data)
                 _send(theirs, mac + b" " + wrong.replace(b"\n", b" ") + b"\n", read)
-                if wrong == data and other._secret == _SECRET:
+                if wrong == data and secret == _SECRET:
                     return
             for _ in range(5):
                 read()
@@ -133,9 +136,10 @@ def _messages(folder: Path) -> Attempt:
 
     def attempt(rng: random.Random) -> None:
         data = json_bytes(json.loads(rng.choice(_RIGHT).model_dump_json()), rng)
-        message = parse(data)
-        if message is None:
-            raise UserError("refused", fix="none")
+        try:
+            message = NodeMessage.model_validate_json(data)
+        except ValidationError:
+            raise UserError("refused", fix="none") from None
         read = json.loads(data)
         check(set(read) <= set(NodeMessage.model_fields), f"{data!r:.300}")
         lines = message.lines

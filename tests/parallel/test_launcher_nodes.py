@@ -14,7 +14,7 @@ from launch_helpers import LIMIT_SECONDS, MSRUN, REPOSITORY, WORKER, Launcher, p
 from ports import free_port
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
-from trainer.launch.control.nodes import LOST_SECONDS
+from trainer.launch.control.messages import LOST_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.overlapping(5), pytest.mark.xdist_group(__name__)]
 

@@ -159,8 +159,7 @@ class Supervisor:
         """Returns whether the workers of this node have ended, and the other nodes need not be waited for."""
         if not self.pool.has_ended or self.pool.is_ending:
             return self.pool.has_ended
-        self.nodes.report_done()
-        return self.nodes.finished
+        return self.nodes.report_done()
 
     def _wait(self, awake: int) -> None:
         wait_for_data((awake, *self.pool.sources, *self.nodes.sources), _TICK_SECONDS)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
+from pydantic import ValidationError
 
 from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import worker_specs
-from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message, parse
+from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message
 from trainer.launch.control.nodes import NodeClient, NodeServer, connect_nodes, network_of
 from trainer.launch.control.secret import make_secret, read_secret
 from trainer.launch.job import job_files
@@ -161,7 +162,7 @@ def heard(hub: NodeServer, data: bytes, now: float) -> bytes:
 
 
 EVENTS: list[NodeMessage] = []
-HELLO = b"run_trainer-3 " + b"0" * 32 + b"\n"
+HELLO = b"run_trainer-4 " + b"0" * 32 + b"\n"
 FORGED = b"0" * 64 + b' {"kind":"hello","node":1,"worker_num":4,"attempt":0}\n'
 
 
@@ -186,7 +187,7 @@ def test_a_stranger_is_dropped_and_named_once(
     EVENTS.clear()
     for _ in range(3):
         answer = heard(hub, data, time.monotonic())
-        assert answer == b"" or (answer.startswith(b"run_trainer-3 ") and answer.count(b"\n") == 1), "it learns nothing"
+        assert answer == b"" or (answer.startswith(b"run_trainer-4 ") and answer.count(b"\n") == 1), "it learns nothing"
     while not EVENTS:
         EVENTS.extend(hub.poll(time.monotonic()))
     assert [event.kind for event in EVENTS] == ["note"] and "127.0.0.1 called the control port" in EVENTS[0].lines[0]
@@ -202,7 +203,7 @@ def test_who_says_nothing_is_dropped_after_some_seconds(hub: NodeServer) -> None
         while len(hub.sources) < 2:
             hub.poll(now)
         assert not hub.poll(now + 4) and hub.poll(now + 6)
-        assert silent.recv(1 << 10).startswith(b"run_trainer-3 ") and not silent.recv(1 << 10)
+        assert silent.recv(1 << 10).startswith(b"run_trainer-4 ") and not silent.recv(1 << 10)
 
 
 def test_of_very_many_callers_the_last_are_kept(hub: NodeServer, options: LaunchOptions, tmp_path: Path) -> None:
@@ -326,13 +327,29 @@ def test_another_secret_is_not_taken(
     ],
 )
 def test_no_other_shape_is_a_message(message: object) -> None:
-    assert parse(json.dumps(message).encode()) is None
+    with pytest.raises(ValidationError):
+        NodeMessage.model_validate_json(json.dumps(message))
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
     message = failure_message(137, ["größe", "\\ud800 and 漢字"])
-    assert parse(message.model_dump_json(exclude_defaults=True).encode()) == message
-    assert parse(b"[" * 200_000) is None and parse(b'{"kind": 1e999}') is None and parse(b"\xff") is None
+    assert NodeMessage.model_validate_json(message.model_dump_json(exclude_defaults=True)) == message
+    for data in (b"[" * 200_000, b'{"kind": 1e999}', b"\xff"):
+        with pytest.raises(ValidationError):
+            NodeMessage.model_validate_json(data)
+
+
+def test_a_launcher_does_not_take_its_own_words_for_those_of_another() -> None:
+    """A stranger that knows no secret sends back all that it receives: both nonces and all contents are the same."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = SignedChannel(ours, SECRET.encode(), called=False)
+        channel.send(NodeMessage(kind="beat"))
+        for _ in range(2):  # the nonce, then the signed heartbeat
+            assert not channel.closed
+            theirs.sendall(theirs.recv(1 << 12))
+            assert channel.receive() == []
+        assert channel.has_nonce and channel.closed
 
 
 def test_control_characters_are_not_shown() -> None:

@@ -1,9 +1,9 @@
 """Messages between launchers: each is signed with the secret of the job, and fits a schema.
 
-Each side begins with a nonce; the key of the connection derives from the secret and both nonces. A message is a line
-with its content and the HMAC-SHA256 of all contents that were sent in its direction. So it can be neither forged,
-changed, repeated nor moved to another connection; it is not encrypted. `multiprocessing.connection` authenticates only
-the beginning of a connection: others could add messages later. It also waits for the rest of half a message.
+Each side begins with a nonce. A message is a line with its content and the HMAC-SHA256, under the secret, of both
+nonces and all contents that were sent in its direction. So it can be neither forged, changed, repeated nor moved to
+another connection; it is not encrypted. `multiprocessing.connection` authenticates only the beginning of a connection:
+others could add messages later. It also waits for the rest of half a message.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import re
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from trainer.launch.terminal import printable
-from trainer.launch.wire import Lines
+from trainer.launch.wire import Lines, scale_timeout
 
+LOST_SECONDS = 5.0
 LONGEST_LINE = 2000
 _MOST_LINES = 100
-_GREETING = re.compile(rb"run_trainer-3 ([0-9a-f]{32})")
+_GREETING = re.compile(rb"run_trainer-4 [0-9a-f]{32}")
 _MAX_LINE_BYTES = 1 << 20  # of a node: a report of 100 lines of 2000 characters, each at most 6 bytes in JSON
 _MAX_STRANGER_BYTES = 1 << 10
 
@@ -62,86 +64,76 @@ class NodeMessage(BaseModel):
         return self
 
 
-def parse(data: bytes) -> NodeMessage | None:
-    """Parses the message of a line; returns None for anything else."""
-    try:
-        return NodeMessage.model_validate_json(data)
-    except ValidationError:
-        return None
-
-
 def failure_message(exit_code: int, lines: Sequence[str]) -> NodeMessage:
     """Returns the message about a failure; long reports are cut."""
     return NodeMessage(kind="failed", number=exit_code, lines=[line[:LONGEST_LINE] for line in lines[:_MOST_LINES]])
 
 
 class SignedChannel(Lines):
-    """One end of a connection between launchers; `closed` means that the other end is gone or does not know the secret.
+    """One end of a connection between launchers; `closed` means that the other end is gone or a stranger.
 
     Args:
-        called: Whether the other end has called this one, from `address`.
+        called: Whether the other end has called this one.
 
     Attributes:
-        has_key: Whether the other end has sent its nonce, which needs no secret.
-        heard_at: When the last message arrived, or the call.
-        is_done: Whether the workers there have ended.
+        has_nonce: Whether the other end has sent its nonce, which needs no secret.
     """
 
-    def __init__(self, connection: socket.socket, secret: bytes, called: bool, address: str = "") -> None:
+    def __init__(self, connection: socket.socket, secret: bytes, called: bool) -> None:
         super().__init__(connection, _MAX_STRANGER_BYTES)
-        self.address = address
-        self.has_key = False
-        self.heard_at = 0.0
-        self.is_done = False
-        self._secret = secret
-        self._called = called
-        self._nonce = secrets.token_hex(16).encode("ascii")
-        self._macs: dict[bool, hmac.HMAC] = {}  # of all that was sent by the caller (True), and to it
+        self.has_nonce = False
+        self._heard_at = time.monotonic()
+        self._greeting = b"run_trainer-4 " + secrets.token_hex(16).encode("ascii")
+        self._sent = hmac.new(secret, b"called: %d " % called, "sha256")  # the code of all that this end has sent
+        self._received = hmac.new(secret, b"called: %d " % (not called), "sha256")
         self._unsent: list[NodeMessage] = []
-        self.send_line(b"run_trainer-3 " + self._nonce)
+        self.send_line(self._greeting)
 
     def send(self, message: NodeMessage) -> None:
         """Sends a message, once the nonce of the other end has arrived."""
-        if not self.has_key:
+        if self.has_nonce:
+            data = message.model_dump_json(exclude_defaults=True).encode("utf-8")
+            self.send_line(sign(self._sent, data) + b" " + data)
+        else:
             self._unsent.append(message)
-            return
-        data = message.model_dump_json(exclude_defaults=True).encode("utf-8")
-        self.send_line(self._sign(data, from_caller=not self._called) + b" " + data)
 
     def receive(self) -> list[NodeMessage]:
         """Returns what has arrived since the last call; a line that is not a valid message closes the channel."""
-        lines = self.receive_lines()
-        if lines and not self.has_key:
-            self._derive_key(lines.pop(0))
         messages: list[NodeMessage] = []
-        for line in lines:
-            mac, _, data = line.partition(b" ")
-            message = None
-            if self.has_key and hmac.compare_digest(mac, self._sign(data, from_caller=self._called)):
-                message = parse(data)
-            if message is None:
-                self.close()
-                break
-            self.max_line_bytes = _MAX_LINE_BYTES
-            messages.append(message)
+        try:
+            for line in self.receive_lines():
+                if self.has_nonce:
+                    messages.append(self._verify(line))
+                    self._heard_at = time.monotonic()
+                else:
+                    self._greet(line)
+        except ValueError:
+            self.close()
         return messages
 
-    def _derive_key(self, greeting: bytes) -> None:
-        match = _GREETING.fullmatch(greeting)
-        if match is None:
-            self.close()
-            return
-        nonces = [self._nonce, match[1]]  # the caller's first
-        if self._called:
-            nonces.reverse()
-        key = hmac.digest(self._secret, b"run_trainer launchers " + b" ".join(nonces), "sha256")
-        self._macs = {True: hmac.new(key, b">", "sha256"), False: hmac.new(key, b"<", "sha256")}
-        self.has_key = True
+    def is_lost(self, now: float) -> bool:
+        """Returns whether the connection has ended, or brought no message for too long."""
+        return self.closed or now - self._heard_at > scale_timeout(LOST_SECONDS)
+
+    def _greet(self, line: bytes) -> None:
+        """Begins both codes with both nonces, that of the sender first; sends what waited for that."""
+        if not _GREETING.fullmatch(line):
+            raise ValueError("not a launcher")
+        sign(self._sent, self._greeting + line)
+        sign(self._received, line + self._greeting)
+        self.has_nonce = True
         for message in self._unsent:
             self.send(message)
 
-    def _sign(self, data: bytes, from_caller: bool) -> bytes:
-        """Returns the code of all that one end has sent, in hexadecimal; this content is the last."""
-        mac = self._macs[from_caller]
-        mac.update(data + b"\n")
-        return mac.hexdigest().encode("ascii")
+    def _verify(self, line: bytes) -> NodeMessage:
+        mac, _, data = line.partition(b" ")
+        if not hmac.compare_digest(mac, sign(self._received, data)):
+            raise ValueError("not from a launcher with the secret, or not the next of its messages")
+        self.max_line_bytes = _MAX_LINE_BYTES
+        return NodeMessage.model_validate_json(data)
+
+
+def sign(mac: hmac.HMAC, data: bytes) -> bytes:
+    """Returns the code, in hexadecimal, of all that was signed with `mac`; this content is the last."""
+    mac.update(data + b"\n")
+    return mac.hexdigest().encode("ascii")

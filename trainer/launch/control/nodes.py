@@ -25,10 +25,8 @@ from trainer.launch.wire import ListeningSocket, scale_timeout
 CONTROL_PORT_VARIABLE = "RUN_TRAINER_CONTROL_PORT"
 """Environment variable with the port of node 0's launcher; by default that after the scheduler's."""
 
-LOST_SECONDS = 5.0
 _BEAT_SECONDS = 1.0
-_CONNECT_SECONDS = 0.3
-_RETRY_SECONDS = 0.3
+_CALL_SECONDS = 0.3  # of one try to reach node 0, and until the next
 _GOODBYE_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
 """After so long a node says why it is not connected yet."""
@@ -56,15 +54,10 @@ class Nodes:
     links: dict[int, SignedChannel] = field(default_factory=dict)
     _events: list[NodeMessage] = field(default_factory=list)  # for the supervisor
     _sent: set[str] = field(default_factory=set)  # the kinds of messages that all nodes got
-    _is_done: bool = False  # the workers of this node have ended
+    _done: set[int] = field(default_factory=set)  # the other nodes that need not be waited for
     _beat_at: float = 0.0
     _heartbeat: NodeMessage = NodeMessage(kind="beat")  # the next one
     _noted: set[str] = field(default_factory=set)
-
-    @property
-    def finished(self) -> bool:
-        """Returns whether the workers of this node and of all that it has to wait for have ended."""
-        return self._is_done and all(link.is_done for link in self.links.values())
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
@@ -77,9 +70,8 @@ class Nodes:
         self._join(now)
         for node, link in list(self.links.items()):
             for message in link.receive():
-                link.heard_at = now
                 self._handle(node, message)
-            if link.closed or now - link.heard_at > scale_timeout(LOST_SECONDS):
+            if link.is_lost(now):
                 self._lose(node, now)
         if now >= self._beat_at:
             self._beat_at = now + scale_timeout(_BEAT_SECONDS)
@@ -102,15 +94,21 @@ class Nodes:
         """Sends a signal for all workers to the other nodes."""
         self._send(NodeMessage(kind="stop", number=number, node=self.options.node_rank))
 
-    def report_done(self) -> None:
-        """Reports, once, that the workers of this node have ended well; node 0 does so when those of all nodes have."""
-        self._is_done = True
-        if (self.options.node_rank or self.finished) and "done" not in self._sent:
+    def report_done(self) -> bool:
+        """Reports, once, that the workers of this node have ended well; node 0 does so when those of all nodes have.
+
+        Returns whether no other node needs to be waited for.
+        """
+        finished = self._done >= self.links.keys()
+        if (self.options.node_rank or finished) and "done" not in self._sent:
             self._send(NodeMessage(kind="done"))
+        return finished
 
     def note(self, line: str) -> None:
-        """Has the supervisor print a line."""
-        self._events.append(NodeMessage(kind="note", lines=[line[:LONGEST_LINE]]))
+        """Has the supervisor print a line, once."""
+        if line not in self._noted:
+            self._noted.add(line)
+            self._events.append(NodeMessage(kind="note", lines=[line[:LONGEST_LINE]]))
 
     def close(self) -> None:
         """Closes the connections once the others have received everything."""
@@ -123,7 +121,7 @@ class Nodes:
     def _handle(self, node: int, message: NodeMessage) -> None:
         """Forwards a message that is for all nodes, and passes it on to the supervisor."""
         if message.kind == "done":
-            self.links[node].is_done = True
+            self._done.add(node)
         elif message.kind == "moved":
             if len(self.links) > 1:
                 self.report_progress()
@@ -135,16 +133,15 @@ class Nodes:
     def _lose(self, node: int, now: float) -> None:
         """Handles the end of a connection, which is a failure unless the job ends."""
         if "stop" in self._sent:
-            self.links[node].is_done = True
-        elif "failed" not in self._sent and not self.links[node].is_done:
+            self._done.add(node)
+        elif "failed" not in self._sent and node not in self._done:
             self._fail(f"the connection to node {node} is lost")
 
     def _wait(self, now: float, reason: str, failure: str) -> None:
-        """Notes, once, what is waited for if that takes long; fails after `cluster_time_out`."""
+        """Notes what is waited for if that takes long; fails after `cluster_time_out`."""
         if now - self.began > self.options.cluster_time_out:
             self._fail(failure)
-        elif now - self.began >= scale_timeout(_PATIENCE_SECONDS) and reason not in self._noted:
-            self._noted.add(reason)
+        elif now - self.began >= scale_timeout(_PATIENCE_SECONDS):
             self.note(f"waiting for {reason}")
 
     def _set_connected(self) -> None:
@@ -166,9 +163,8 @@ class Nodes:
 @functools.lru_cache
 def network_of(address: str) -> str:
     """Returns the network in which one caller can have all addresses: its address for IPv4, the /64 for IPv6."""
-    address = address.partition("%")[0]
     if ":" in address:
-        return str(ipaddress.ip_network(f"{address}/64", strict=False))
+        return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
     return address
 
 
@@ -180,8 +176,7 @@ class NodeServer(Nodes):
     secret: bytes
     secret_path: Path | None  # the file that it made, and removes
     connected: bool = False
-    _callers: list[SignedChannel] = field(default_factory=list)  # which have not proved yet that they know the secret
-    _strangers: set[str] = field(default_factory=set)  # the addresses that were noted
+    _callers: dict[SignedChannel, str] = field(default_factory=dict)  # with their addresses, until they say hello
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
@@ -190,36 +185,33 @@ class NodeServer(Nodes):
     def _join(self, now: float) -> None:
         """Accepts the nodes that call, drops strangers, and notes which nodes are missing."""
         for connection, address in self.listening.accept(_MOST_CALLERS):
-            caller = SignedChannel(connection, self.secret, called=True, address=str(address[0]))
-            caller.heard_at = now
-            self._callers.append(caller)
+            self._callers[SignedChannel(connection, self.secret, called=True)] = address[0]
         for caller in list(self._callers):
             messages = caller.receive()
             if messages and messages[0].kind == "hello":
-                self._callers.remove(caller)
-                caller.heard_at = now
+                del self._callers[caller]
                 self._accept(caller, messages[0])
-            elif messages or caller.closed or now - caller.heard_at > scale_timeout(LOST_SECONDS):
+            elif messages or caller.is_lost(now):
                 self._drop(caller)
         most = _MOST_CALLERS
         if self.listening.starved:
             most = _MOST_WHEN_STARVED
         while len(self._callers) > most:
             # One of the network with most callers, and one without a nonce first: a flood keeps no other network out.
-            counts = Counter(network_of(caller.address) for caller in self._callers)
-            self._drop(min(self._callers, key=lambda caller: (-counts[network_of(caller.address)], caller.has_key)))
+            counts = Counter(map(network_of, self._callers.values()))
+            keep = {each: (-counts[network_of(address)], each.has_nonce) for each, address in self._callers.items()}
+            self._drop(min(keep, key=keep.__getitem__))
         if not self.connected and "failed" not in self._sent:
             missing = ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self.links)
             reason = f"the launcher of node {missing}; the workers start once all are there"
             self._wait(now, reason, f"node {missing} did not connect")
 
     def _drop(self, caller: SignedChannel) -> None:
-        self._callers.remove(caller)
+        address = self._callers.pop(caller)
         caller.close()
-        if caller.address not in self._strangers and len(self._strangers) < _MOST_NAMED:
-            self._strangers.add(caller.address)
+        if len(self._noted) < _MOST_NAMED:
             what = "called the control port without the secret of this job; its connections are dropped"
-            self.note(f"note: {caller.address} {what}")
+            self.note(f"note: {address} {what}")
 
     def _accept(self, caller: SignedChannel, hello: NodeMessage) -> None:
         """Accepts a node of the job with the checkpoint to continue from; tells any other caller why it is refused."""
@@ -279,7 +271,7 @@ class NodeClient(Nodes):
                 reason = "has made no file with the secret of the job in a folder that this node sees"
                 self._call_later(now, f"{reason}; {SECRET_VARIABLE}, the same on all nodes, takes its place")
                 return
-            channel = SignedChannel(socket.create_connection(self.address, _CONNECT_SECONDS), secret, called=False)
+            channel = SignedChannel(socket.create_connection(self.address, _CALL_SECONDS), secret, called=False)
         except RunError as error:
             self._fail(str(error).removesuffix("."))
         except OSError:
@@ -288,7 +280,6 @@ class NodeClient(Nodes):
             node = self.options.node_rank
             workers = self.options.worker_num
             channel.send(NodeMessage(kind="hello", node=node, worker_num=workers, attempt=self.attempt))
-            channel.heard_at = now
             self.links[0] = channel
             self._why_not = ""
 
@@ -315,12 +306,12 @@ class NodeClient(Nodes):
         channel = self.links.pop(node)
         channel.close()
         reason = "is not the launcher of a job"  # or node 0 has just gone again
-        if channel.has_key:
+        if channel.has_nonce:
             reason = f"does not accept this node's secret: {SECRET_VARIABLE} must be the same on all nodes"
         self._call_later(now, self._why_not or reason)
 
     def _call_later(self, now: float, reason: str) -> None:
-        self._call_at = now + _RETRY_SECONDS
+        self._call_at = now + _CALL_SECONDS
         place = f"{self.address[0]}, port {self.address[1]}, {reason}"
         self._wait(now, f"node 0: {place}", f"no connection to the launcher of node 0: {place}")
 
