@@ -52,6 +52,17 @@ def _written(value: object, levels: int) -> str:
     return repr(value)
 
 
+def value_text(value: object) -> str:
+    """Returns a plain value in one line as a file has it: ``null``, ``true``, ``[1, 2]``, ``level1``."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {value_text(item)}' for key, item in value.items())}}}"
+    return str(value)
+
+
 def _shortened(text: str, longest: int) -> str:
     if len(text) <= longest:
         return text

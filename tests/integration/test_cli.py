@@ -147,13 +147,13 @@ def test_a_plan_says_what_a_run_would_do(tmp_path: Path) -> None:
     _, output, _ = call("plan", "--config", QUICKSTART, *flags, cwd=tmp_path)
     assert output.startswith("NOTES\n  - ignored: runner_config.sink_mode (flag --sink_mode): each optimizer step is")
     assert "x" * 100 in output, "no cell is folded in a pipe"
-    assert re.search(r"rotary_embedding  use_fused_rope: False +reference  use_fused_rope is off; device", output)
+    assert re.search(r"rotary_embedding  use_fused_rope: false +reference  use_fused_rope is off; device", output)
     code, output, _ = call("plan", "--json", "--config", QUICKSTART, "--use_fused_rope", cwd=tmp_path)
     plan = json.loads(output)
     assert code == 0 and plan["run_mode"] == "train"
     assert plan["steps"]["last_step"] == config_of(QUICKSTART).runner_config.stop_step
     rope = next(choice for choice in plan["model"]["kernels"] if choice["kernel"] == "rotary_embedding")
-    assert rope["asked"] == "use_fused_rope: True" and rope["chosen"] == "reference" and "Ascend" in rope["why"]
+    assert rope["asked"] == "use_fused_rope: true" and rope["chosen"] == "reference" and "Ascend" in rope["why"]
 
 
 def test_a_plan_and_the_run_after_it_have_the_same_data(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def test_another_base_model_is_refused(home: Path, path: Path, whole: Path, base
     [
         ({"r": 4}, ["have lora_rank 4", f"says {RANK}", "set pet_config.lora_rank to 4"]),
         ({"lora_alpha": 8}, ["have lora_alpha 8", "says 6.0", "set pet_config.lora_alpha to 8"]),
-        ({"use_dora": True}, ["have use_dora True", "set pet_config.use_dora to True"]),
+        ({"use_dora": True}, ["have use_dora true", "set pet_config.use_dora to true"]),
         ({"init_lora_weights": "PiSSA"}, ["init_lora_weights pissa", "path_initial_model_for_weight_conversion"]),
         ({"peft_type": "LOHA"}, ["peft_type 'LOHA'"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save ['lm_head']"]),

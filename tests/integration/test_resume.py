@@ -249,7 +249,7 @@ def refusal(path: Path, output: Path, **flags: object) -> str:
         ({"seed": 9}, ["seed was 1 and is 9", "--ignore_data_skip"]),
         ({"runner_config.batch_size": 2}, ["batch_size was 4 and is 2"]),
         ({"runner_config.gradient_accumulation_steps": 2}, ["gradient_accumulation_steps was 4 and is 2"]),
-        ({"train_dataset.data_loader.shuffle": False}, ["shuffle was True and is False"]),
+        ({"train_dataset.data_loader.shuffle": False}, ["shuffle was true and is false"]),
         ({"train_dataset.data_loader.num_samples": 40}, ["rows was", "and is 40"]),
         ({"train_dataset.held_out": 0.3}, ["held_out was 0.2 and is 0.3"]),
         ({"model.model_config.seq_length": 8}, ["seq_length was 16 and is 8"]),

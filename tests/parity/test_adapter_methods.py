@@ -176,7 +176,7 @@ def test_the_description_has_what_peft_writes(name: str, tmp_path: Path) -> None
             "set pet_config.lora_rank to 6",
         ),
         ("adapter_rslora", {"init_lora_weights": "olora"}, "have lora_rank 3, those of this", "saved with 6"),
-        ("adapter_rslora", {"use_rslora": False}, "have use_rslora True, ", "set pet_config.use_rslora to True"),
+        ("adapter_rslora", {"use_rslora": False}, "have use_rslora true, ", "set pet_config.use_rslora to true"),
     ],
 )  # fmt: skip
 def test_a_folder_that_does_not_fit_is_refused(

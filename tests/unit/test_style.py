@@ -23,6 +23,7 @@ CEILINGS = {
     "variables and parameters of home-made words": 15,
     "functions named by a preposition or a participle": 5,
     "public functions without a docstring": 199,
+    "texts that say True or False, which files and flags call true and false": 3,
 }
 
 HOME_MADE = {
@@ -87,12 +88,15 @@ def test_each_habit_is_counted() -> None:
         "def beside(own_rows):\n    '''The same for rows.'''\n"
         "def public():\n    held = 1\n"
         "def _private():\n    '''Returns nothing.'''\n"
+        "'''True in a docstring.'''\n"
+        "fix = f'set {key} to True'\n"
     )
     assert Counter(habits(tree)) == dict.fromkeys(CEILINGS, 1) | {"variables and parameters of home-made words": 2}
 
 
 def habits(tree: ast.Module) -> Iterator[str]:
     """Yields the name of a habit, as in CEILINGS, for each place that has it."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -102,6 +106,9 @@ def habits(tree: ast.Module) -> Iterator[str]:
             yield "conditional expressions"
         if isinstance(node, Function):
             yield from habits_of_function(node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            if re.search(r"\b(True|False)\b", node.value):
+                yield "texts that say True or False, which files and flags call true and false"
 
 
 def is_separate(target: ast.expr, value: ast.expr) -> bool:

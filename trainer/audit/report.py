@@ -242,7 +242,7 @@ def _fused_operators(
     for choice in choices:
         # A kernel that is only a default of the device is not missing if the model does not allow it.
         by_default = choice.asked.split(":")[0] in device_default_keys
-        is_requested = choice.fused or not by_default and not choice.asked.endswith("False")
+        is_requested = choice.fused or not by_default and not choice.asked.endswith("false")
         for operator in _OPERATORS[choice.kernel]:
             requested = 0
             if is_requested:

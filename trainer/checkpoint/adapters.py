@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from trainer.checkpoint.weights import (
     open_initial_weights,
     read_checkpoint_weights,
 )
-from trainer.errors import UserError
+from trainer.errors import UserError, shorten_repr, value_text
 from trainer.models.spec.adapters import (
     SECTION,
     adapted_matrices,
@@ -351,16 +350,19 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
         raise problem(rule, "save them in PEFT with path_initial_model_for_weight_conversion")
     for name, value in _SUPPORTED_VALUES.items():
         if name in others and others[name] != value and (others[name] or value):
-            rule = f"{CONFIG_FILE} says {name} {reprlib.repr(others[name])}: such adapters are not supported"
+            rule = f"{CONFIG_FILE} says {name} {shorten_repr(others[name])}: such adapters are not supported"
             raise problem(rule, "use plain LoRA")
     for name, value in theirs.items():
         ours = getattr(adapters, name)
         if value != ours:
-            text = f"{value:g}" if isinstance(value, float) else str(value)
+            text = value_text(value)
+            if isinstance(value, float):
+                text = f"{value:g}"
             if changes_base(config.decoder):
-                rule = f"the adapters have {name} {text}, those of this {SECTION} are saved with {ours}"
+                rule = f"the adapters have {name} {text}, those of this {SECTION} are saved with {value_text(ours)}"
                 raise problem(rule, "write the pet_config that they were trained with")
-            raise problem(f"the adapters have {name} {text}, {SECTION} says {ours}", f"set pet_config.{name} to {text}")
+            rule = f"the adapters have {name} {text}, {SECTION} says {value_text(ours)}"
+            raise problem(rule, f"set pet_config.{name} to {text}")
 
 
 def base_of_adapters(folder: Path) -> str:

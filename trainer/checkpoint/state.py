@@ -37,7 +37,7 @@ from trainer.checkpoint.tensor_names import DiskSlice, disk_slices
 from trainer.checkpoint.weights import ShardSpecs, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages
 from trainer.config.schema.fields import Section, support_of
-from trainer.errors import UserError, shorten_repr
+from trainer.errors import UserError, shorten_repr, value_text
 from trainer.models.spec.adapters import SECTION, saved_settings
 from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
@@ -219,7 +219,7 @@ def checkpoint_to_resume(config: Config) -> Path:
     if source is not None:
         if reason := _hindrance(config):
             rule = f"is a checkpoint of MindSpore Transformers ({source.name}); this run cannot continue it: {reason}"
-            fix = f"start from its weights: {_KEY}: False (in its newer schema checkpoint.no_load_optim: True)"
+            fix = f"start from its weights: {_KEY}: false (in its newer schema checkpoint.no_load_optim: true)"
             raise UserError(rule, where=where, key=_KEY, value=str(folder), fix=fix)
         return source.path
     if isinstance(config.resume_training, str):
@@ -434,7 +434,12 @@ def _position(state: RunState, config: Config, layout: Mapping[str, Any], path: 
     before = _ONE_RANK | state.data.model_dump(exclude_unset=True)
     now = _ONE_RANK | dict(layout)
     same = [key for key in before if key in now and key not in (*_BATCH_KEYS, "rampup_batch_size")]
-    if changed := [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]:
+    changed = [
+        f"{key} was {value_text(before[key])} and is {value_text(now[key])}"
+        for key in same
+        if now[key] != before[key]
+    ]
+    if changed:
         rule = f"the checkpoint was made with other data, so its position has no meaning here: {', '.join(changed)}"
         raise UserError(rule, value=str(path), fix=f"use the same data and settings, or {_FROM_BEGINNING}")
     try:

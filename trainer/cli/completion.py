@@ -247,7 +247,7 @@ def _values_of_key(key: str) -> Iterator[Completion]:
 def _literals(annotation: Any) -> Iterator[str]:
     """Yields the words of an annotation: those of a Literal, and True and False."""
     if annotation is bool:
-        yield from ("True", "False")
+        yield from ("true", "false")
     elif get_origin(annotation) is Literal:
         yield from (str(value) for value in get_args(annotation))
     else:

@@ -89,7 +89,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
              "Report the tokens that experts dropped."),
     ),
     "Parallelism": (
-        Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; default: True if several exist."),
+        Flag("use_parallel", "use_parallel", "bool", "Run as one of several ranks; default: true if several exist."),
         Flag("parallel_fallback", "parallel.parallel_fallback", "value",
              "explicit: data parallelism instead of semi-automatic mode.", "NAME"),
     ),
@@ -248,11 +248,11 @@ def _read_named(reader: _Reader, flag: Flag, inline: str | None) -> list[Overrid
         texts = tuple(reader.values(shown, inline, "TEXT"))
     elif flag.kind == "value" or inline is not None or reader.next_is_value():
         texts = (reader.value(shown, inline, example),)
-    text = "True"
+    text = "true"
     if texts:
         text = texts[0]
     if flag.kind == "bool" and text.lower() not in ("true", "false"):
-        fix = f"write {shown}, {shown} False or --no-{flag.name}"
+        fix = f"write {shown}, {shown} false or --no-{flag.name}"
         raise UserError("must be true or false", where=f"flag {shown}", key=flag.name, value=text, fix=fix)
     if flag.metavar == "NAME..." and len(texts) == 1 and text.lstrip().startswith("["):
         texts = ()  # the list as a file has it
@@ -270,10 +270,10 @@ def _negated(flag: Flag, inline: str | None) -> list[Override]:
     shown = f"--no-{flag.name}"
     if flag.kind not in ("bool", "optional"):
         fix = f"write --{flag.name} VALUE"
-        raise UserError("only a True/False flag can be negated", where=f"flag {shown}", fix=fix)
+        raise UserError("only a true/false flag can be negated", where=f"flag {shown}", fix=fix)
     if inline is not None:
         raise UserError("takes no value", where=f"flag {shown}", fix=f"write --{flag.name} {inline} or {shown}")
-    return [Override(flag.key, "False", f"flag {shown}")]
+    return [Override(flag.key, "false", f"flag {shown}")]
 
 
 def _is_close(name: str, guess: str) -> bool:
@@ -308,8 +308,8 @@ def _dotted(reader: _Reader, name: str, inline: str | None) -> Override:
         raise UserError("unknown flag", where=f"flag {shown}", fix=fix)
     if name.startswith("no-"):
         if not is_boolean(key):
-            raise UserError("only a True/False key can be negated", where=f"flag {shown}", fix=f"write --{key} VALUE")
-        return Override(key, "False", f"flag {shown}")
+            raise UserError("only a true/false key can be negated", where=f"flag {shown}", fix=f"write --{key} VALUE")
+        return Override(key, "false", f"flag {shown}")
     if inline is None and not reader.next_is_value() and is_boolean(key):
-        return Override(key, "True", f"flag {shown}")
+        return Override(key, "true", f"flag {shown}")
     return Override(key, reader.value(shown, inline, "VALUE"), f"flag {shown}")

@@ -42,7 +42,7 @@ _HELP = (
     "Trains a language model from one YAML file, and evaluates and predicts with it.\n\n"
     "Every key of the configuration is a flag: [bold]--runner_config.epochs 3[/bold], "
     "[bold]--callbacks.0.save_checkpoint_steps 50[/bold], or [bold]--options optimizer.betas=[0.9,0.95][/bold]. "
-    "Booleans: --use_clip_grad, --use_clip_grad True, --no-use_clip_grad."
+    "Booleans: --use_clip_grad, --use_clip_grad true, --no-use_clip_grad."
 )
 
 _CONFIG_FLAGS = ("--config", "--options")  # in the help of each command, and read by `split_arguments`

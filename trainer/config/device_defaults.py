@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks.problem import value_of
+from trainer.errors import value_text
 
 if TYPE_CHECKING:
     from trainer.config.schema.root import Config
@@ -55,7 +56,7 @@ def device_default_note(config: Config, device: str) -> str:
         return ""
     keys = ["compute_dtype", "use_flash_attention"] + ["moe_config.use_gmm"] * (config.decoder.experts is not None)
     values = {key: value_of(config, f"{_MODEL}.{key}") for key in keys if not config.source.where(f"{_MODEL}.{key}")}
-    used = [f"{key} {value}" for key, value in values.items() if value]
+    used = [f"{key} {value_text(value)}" for key, value in values.items() if value]
     if used:
         return f"defaults of an {device}: {', '.join(used)}"
     return ""

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from trainer.errors import shorten_repr, value_text
+
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 
@@ -46,12 +48,12 @@ def _numbers(part: Any) -> Iterable[int]:
     if isinstance(part, int) and not isinstance(part, bool):
         return [part]
     if isinstance(part, list):
-        raise LayerError(f"{part} is a list in a list: write one list with the layers of the model")
+        raise LayerError(f"{value_text(part)} is a list in a list: write one list with the layers of the model")
     numbers: list[int] = []
     for piece in str(part).split(","):
         match = _RANGE.fullmatch(piece.strip())
         if match is None or not isinstance(part, str):
-            raise LayerError(f"{part!r} is not a layer: write a number such as 3 or a range such as 0-3")
+            raise LayerError(f"{shorten_repr(part)} is not a layer: write a number such as 3 or a range such as 0-3")
         first = int(match[1])
         last = int(match[2] or match[1])
         if last < first:

@@ -179,7 +179,7 @@ def recompute_notes(config: Config) -> Iterator[str]:
         layers = layer_text(set(_layers(written, config)))
         yield f"{_KEY}.recompute: {layers}; in MindSpore Transformers a list counts layers of pipeline stages"
     if settings.select_recompute is True:
-        yield f"{_KEY}.select_recompute True: {_NAMES['mlp']} of every block, as in MindSpore Transformers"
+        yield f"{_KEY}.select_recompute true: {_NAMES['mlp']} of every block, as in MindSpore Transformers"
     for name, verb in (("select_recompute", "recomputed"), ("select_recompute_exclude", "kept")):
         choice = _sublayers(getattr(settings, name), config)
         for sublayer, patterns in choice.guessed.items():

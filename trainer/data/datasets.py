@@ -445,5 +445,5 @@ def _check_sizes(config: Config, section: str, dataset: SequenceDataset) -> None
         if section == EVAL and settings.batch_size is not None:
             key = f"{EVAL}.batch_size"
         rule = f"{section} has {num_sequences} {config.network.sequences_text}, fewer than one batch"
-        fix = f"set it to at most {num_sequences}, or {section}.drop_remainder to False, or use more data"
+        fix = f"set it to at most {num_sequences}, or {section}.drop_remainder to false, or use more data"
         raise UserError(rule, where=config.source.where(key), key=key, value=size, fix=fix)

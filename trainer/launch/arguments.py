@@ -184,7 +184,7 @@ _OPTIONS: Mapping[str, _Option] = {
     "log_dir": _Option(
         "DIR", "Folder of the logs; default msrun_log in --output_dir.", lambda where, path: user_path(path, where)
     ),
-    "join": _Option("BOOL", "True: stay until the job ends. False: return at once, and leave it running.", _boolean),
+    "join": _Option("BOOL", "true: stay until the job ends. false: return at once, and leave it running.", _boolean),
     "cluster_time_out": _Option(
         "SECONDS", "How long the launchers of all nodes, then the workers, wait for each other; default 7200.", _integer
     ),
@@ -240,7 +240,7 @@ def split_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if name == "force" and others[:1] == ["trace"]:
             others.append(token)
         elif name in (*_SWITCHES, "help") and not equals:
-            strings[name] = "True"
+            strings[name] = "true"
         elif name in _OPTIONS:
             if not equals and not tokens:
                 raise UserError("needs a value", where=f"flag {token}", fix=f"write {token} {_OPTIONS[name].metavar}")

@@ -56,7 +56,7 @@ def make_restart_plan(options: LaunchOptions, config: Config | None, plan_of: Pl
         if not name:
             return options
         # The job may have begun at the first row after an earlier checkpoint; it continues where this one is.
-        words = ("--resume_training", name, f"--{key}", str(folder), "--ignore_data_skip", "False")
+        words = ("--resume_training", name, f"--{key}", str(folder), "--ignore_data_skip", "false")
         return _add_arguments(options, *words)
 
     def shrink(options: LaunchOptions, name: str) -> LaunchOptions | None:

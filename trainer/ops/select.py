@@ -10,6 +10,7 @@ from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto, sha
 from trainer.config.note import Note
 from trainer.config.precision import PART_KEYS, requested_dtype
 from trainer.config.schema.model import ModelConfig
+from trainer.errors import value_text
 from trainer.models.spec.adapters import base_dtype
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.host_library import bfloat16_products
@@ -80,7 +81,7 @@ def _choose(
     is_requested = switch is None or bool(getattr(section, switch))
     requested = "(automatic)"
     if switch:
-        requested = f"{switch}: {is_requested}"
+        requested = f"{switch}: {value_text(is_requested)}"
     if device != "Ascend":
         why = f"{switch} is off"
         if is_requested:
@@ -93,7 +94,7 @@ def _choose(
         return KernelChoice(kernel, requested, REFERENCE, limitation)
     why = f"fused operator of {device}"
     if not is_requested:
-        why += f"; {switch} False only keeps the capacity, experts never compute on the host"
+        why += f"; {switch} false only keeps the capacity, experts never compute on the host"
     elif kernel == "attention":
         why += "; its softmax is float32"
     return KernelChoice(kernel, requested, operator, why)
@@ -110,7 +111,7 @@ def _limitation(kernel: str, settings: ModelConfig, precision: Precision) -> str
     if kernel == "attention" and settings.attn_logit_softcapping is not None:
         return f"attn_logit_softcapping is {settings.attn_logit_softcapping:g}; flash_attention_score caps no scores"
     if kernel == "attention" and settings.attention_sinks:
-        return "attention_sinks is True; flash_attention_score has no sinks"
+        return "attention_sinks is true; flash_attention_score has no sinks"
     values = attention_spec(settings).value_size
     if kernel == "attention" and values > settings.head_size:
         here = f"here {values} and {settings.head_size}"
@@ -210,10 +211,10 @@ def dtype_notes(config: Config, precision: Precision, device: str) -> Iterator[N
 def kernel_notes(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
     """Yields notes about requested kernels of experts that the device does not have."""
     requested = {choice.asked for choice in choices}
-    if "use_gmm: True" not in requested:
+    if "use_gmm: true" not in requested:
         return
     for choice in choices:
-        if choice.asked == "use_fused_ops_permute: True" and not choice.fused:
+        if choice.asked == "use_fused_ops_permute: true" and not choice.fused:
             yield f"use_fused_ops_permute: the reference sorts the tokens, {choice.why}"
 
 

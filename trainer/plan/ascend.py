@@ -37,7 +37,7 @@ def sample_notes(config: Config, world: World, device: str) -> Iterator[str]:
     is_asked = config.trains and config.sample_prompt and not runs_semi_auto(config, world)
     if is_asked and device == "Ascend" and divided:
         yield (f"sample_prompt: not used, ranks of an Ascend that divide a model ({divided[0]}) generate no text; add"
-               " --run_mode predict --use_parallel False to generate from the checkpoints")
+               " --run_mode predict --use_parallel false to generate from the checkpoints")
 
 
 def _divided(degrees: Degrees) -> list[str]:
@@ -49,7 +49,7 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """Yields the configuration errors of a job with these parallel degrees in explicit mode on an Ascend."""
     divided = _divided(degrees)
     if divided and config.run_mode in ("predict", "chat"):
-        fix = "set it to 1, or add --use_parallel False to run alone"
+        fix = "set it to 1, or add --use_parallel false to run alone"
         yield problem(config, f"parallel_config.{divided[0]}", "prediction shards a model on CPUs only", fix)
     if degrees.pipeline_stage > 1:
         yield from _pipeline_problems(config, degrees)
@@ -73,7 +73,7 @@ def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError
     if shares and copies and degrees.data_parallel * degrees.context_parallel > 1:
         rule = "not yet supported on an Ascend with an embedding that two stages of a pipeline have"
         key = "parallel.enable_parallel_optimizer"
-        fix = "set it to False"
+        fix = "set it to false"
         if config.source.name(key) != key:  # data_parallel_shard of the newer schema is a number
             fix = "set it to 1"
         yield problem(config, key, rule, fix)
@@ -110,4 +110,4 @@ def _context_problems(config: Config) -> Iterator[ConfigError]:
     attention = next(one for one in select_kernels(settings, "Ascend", precision) if one.kernel == "attention")
     if not attention.fused:
         rule = f"on an Ascend it needs flash_attention_score, and {attention.why}"
-        yield problem(config, key, rule, "set use_flash_attention to True, or context_parallel to 1")
+        yield problem(config, key, rule, "set use_flash_attention to true, or context_parallel to 1")

@@ -13,6 +13,7 @@ from trainer.config.checks.adapters import adapters_text
 from trainer.config.note import NoteKind
 from trainer.config.recompute import recompute_text
 from trainer.config.schema.runner import LossScaleSection
+from trainer.errors import value_text
 from trainer.models.spec.sublayers import attention_spec
 from trainer.tables import Rows, Section, sections_text
 
@@ -478,7 +479,7 @@ def _setting_text(name: str, value: Any) -> str:
 def _number_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    return str(value)
+    return value_text(value)
 
 
 def _details(plan: Plan) -> list[Section]:

@@ -155,12 +155,12 @@ def checkpoint_config(
             key = "adapter_id"
     user_keys = {override.key for override in overrides}
     mode_overrides = [
-        Override("use_parallel", "False", run_mode),
+        Override("use_parallel", "false", run_mode),
         Override(key, str(path), where),
         Override("run_mode", run_mode, run_mode),
     ]
     if user_keys & _SAMPLING_RULES and f"{_MODEL}.do_sample" not in user_keys:
-        mode_overrides.append(Override(f"{_MODEL}.do_sample", "True", "chat"))
+        mode_overrides.append(Override(f"{_MODEL}.do_sample", "true", "chat"))
     if key == "pretrained_model_dir":
         return parse_config(name, f"run_mode: {run_mode}\n", [*mode_overrides, *overrides])
     config_path = config or find_run_config(path)

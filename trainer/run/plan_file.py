@@ -30,11 +30,10 @@ from trainer.config.checks.rules import rule_problems, run_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
-from trainer.config.read.dump import value_text
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.device.doctor import available_memory_bytes
 from trainer.device.resolve import planned_device, plans_elsewhere
-from trainer.errors import UserError
+from trainer.errors import UserError, value_text
 from trainer.ops.select import on_arrays
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.device.memory import DEVICE_BYTES, fixed_bytes
@@ -322,7 +321,7 @@ def _with_plan_fix(problem: ConfigError) -> ConfigError:
     error = problem.error
     if error.key != "use_parallel":
         return problem
-    fix = "leave --ranks out, or add --use_parallel True"
+    fix = "leave --ranks out, or add --use_parallel true"
     return problem._replace(error=UserError(error.rule, where=error.where, key=error.key, value=error.value, fix=fix))
 
 

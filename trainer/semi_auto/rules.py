@@ -29,7 +29,7 @@ from trainer.parallel.world import World
 _NOT_YET = "not yet supported in semi-automatic mode"
 _FUSED = {"allreduce": ("auto", "size", "index"), "allgather": ("auto", "size"), "reducescatter": ("auto", "size")}
 """Collectives that MindSpore fuses, and the modes of each."""
-_INSTEAD = "or set parallel.parallel_mode to 0 (explicit mode)"
+_EXPLICIT_MODE = "set parallel.parallel_mode to 0 (explicit mode)"
 
 
 def data_config(config: Config, world: World) -> Config:
@@ -82,7 +82,7 @@ def missing_files(config: Config) -> list[ConfigError]:
 def semi_auto_without_device(config: Config) -> UserError:
     """Returns the error for a run in semi-automatic mode on a CPU."""
     rule = "semi-automatic mode requires Ascend or GPU; this run uses the CPU"
-    fix = "add --parallel_fallback explicit, or set parallel.parallel_mode to 0 (explicit mode)"
+    fix = f"add --parallel_fallback explicit, or {_EXPLICIT_MODE}"
     return problem(config, "parallel.parallel_mode", rule, fix).error
 
 
@@ -103,7 +103,7 @@ def _degrees(config: Config) -> Iterator[ConfigError]:
     yield from tensor_problems(config)
     if config.parallel_config.context_parallel > 1:
         rule = "semi-automatic mode does not support context parallelism"
-        fix = "set parallel.parallel_mode to 0, or context_parallel to 1"
+        fix = f"{_EXPLICIT_MODE}, or set context_parallel to 1"
         yield problem(config, "parallel_config.context_parallel", rule, fix)
 
 
@@ -114,20 +114,20 @@ def _expert_parallel(config: Config) -> Iterator[ConfigError]:
     if config.do_eval and config.parallel_config.pipeline_stage > 1:
         # MindSpore 2.10 does not compile a Morph in the last stage of a forward pass ("The pointer[abs] is null").
         rule = f"{_NOT_YET} with experts in a pipeline"
-        fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
+        fix = "set it to false, and evaluate the checkpoints with --run_mode eval --use_parallel false"
         yield problem(config, "do_eval", rule, fix)
     shares = config.parallel.enable_parallel_optimizer and zero_level(config) == "level3"
     if shares and config.parallel_config.pipeline_stage > 1 and "block" in recomputed_parts(config):
         # MindSpore 2.10 does not compile it ("Cannot have multiple U Monad or multiple IO Monad in Parameters list").
         rule = f"{_NOT_YET} with experts and recomputed blocks in a pipeline: level3"
-        fix = "set parallel_optimizer_comm_recompute to False and optimizer_level to level2, or recompute to False"
+        fix = "set parallel_optimizer_comm_recompute to false and optimizer_level to level2, or recompute to false"
         yield problem(config, "parallel.enable_parallel_optimizer", rule, fix)
     if config.decoder.down_has_bias:
-        fix = f"set it to False, {_INSTEAD}"
+        fix = f"set it to false, or {_EXPLICIT_MODE}"
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
     if config.decoder.experts.swiglu_limit is not None:
         key = "model.model_config.moe_config.swiglu_limit"
-        yield problem(config, key, _NOT_YET, "set parallel.parallel_mode to 0")
+        yield problem(config, key, _NOT_YET, _EXPLICIT_MODE)
 
 
 def _communication(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
@@ -156,7 +156,7 @@ def _fusion_mistake(name: str, setting: Any) -> tuple[str, str] | None:
     if name == "openstate":
         if isinstance(setting, bool):
             return None
-        return ("must be true or false", "write True to fuse collectives")
+        return "must be true or false", "write true to fuse collectives"
     if name not in _FUSED:
         return f"MindSpore fuses {', '.join(_FUSED)}", f"write one of openstate, {', '.join(_FUSED)}"
     if not isinstance(setting, dict) or set(setting) != {"mode", "config"}:
@@ -168,11 +168,12 @@ def _fusion_mistake(name: str, setting: Any) -> tuple[str, str] | None:
     if mode == "auto":
         if value is None:
             return None
-        return ("mode auto takes no config", "write config: null, or mode: size")
+        return "mode auto takes no config", "write config: null, or mode: size"
     if mode == "size":
         if type(value) is int and value > 0:
             return None
-        return ("the config of mode size is a number of megabytes above 0", "write config: 64")
+        return "the config of mode size is a number of megabytes above 0", "write config: 64"
+    # mode index
     are_indices = isinstance(value, list) and value and all(type(index) is int and index >= 0 for index in value)
     if are_indices and value == sorted(set(value)):
         return None
@@ -187,7 +188,7 @@ def _pipeline(config: Config) -> Iterator[ConfigError]:
     interleaves = config.parallel.pipeline_config.pipeline_interleave
     if config.parallel.pipeline_config.pipeline_scheduler != "1f1b" and not interleaves:
         key = "parallel.pipeline_config.pipeline_scheduler"
-        fix = "write 1f1b, or set pipeline_interleave to True"
+        fix = "write 1f1b, or set pipeline_interleave to true"
         yield problem(config, key, "without pipeline_interleave MindSpore supports 1f1b only", fix)
     yield from _sequence_pipeline(config)
     if problems or any(stage_problems(config)):
@@ -217,23 +218,22 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
     settings = config.decoder
     if settings.has_window_rotary:
         rule = f"{_NOT_YET}: rotary positions that differ between kinds of layers"
-        yield problem(config, "model.model_config.window_rope_theta", rule, "set parallel.parallel_mode to 0")
-    for key, section in (("", settings), ("moe_config.", settings.experts)):
+        yield problem(config, "model.model_config.window_rope_theta", rule, _EXPLICIT_MODE)
+    for prefix, section in (("", settings), ("moe_config.", settings.experts)):
         if section is not None:
             for name, field in type(section).model_fields.items():
                 if getattr(section, name) in explicit_only(field):
-                    fix = "set parallel.parallel_mode to 0"
-                    yield problem(config, f"model.model_config.{key}{name}", _NOT_YET, fix)
+                    yield problem(config, f"model.model_config.{prefix}{name}", _NOT_YET, _EXPLICIT_MODE)
     yield from cell_problems(config)
     yield from vocabulary_device_problems(config)
-    method = config.whole_matrix_method
-    if method:
-        yield problem(config, method, _NOT_YET, "leave it out, or set parallel.parallel_mode to 0")
-    sequence = config.parallel_config.use_seq_parallel
+    adapters_key = config.whole_matrix_method
+    if adapters_key:
+        yield problem(config, adapters_key, _NOT_YET, f"leave it out, or {_EXPLICIT_MODE}")
     adapter = adapter_spec(settings)
-    if sequence and latent_spec(settings) is not None and adapter is not None and adapter.dropout:
+    has_adapter_dropout = adapter is not None and adapter.dropout > 0
+    if config.parallel_config.use_seq_parallel and latent_spec(settings) is not None and has_adapter_dropout:
         rule = f"{_NOT_YET} with MLA and sequence parallelism"
-        fix = "set it to 0, or use_seq_parallel to False"
+        fix = "set it to 0, or use_seq_parallel to false"
         yield problem(config, f"{SECTION}.lora_dropout", rule, fix)
     shards_sums = zero_level(config) != "level1" and config.runner_config.gradient_accumulation_steps > 1
     calls_one_graph = config.parallel_config.pipeline_stage > 1 or shards_sums
@@ -241,14 +241,14 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
     if has_dropout and settings.maps_embedding and config.parallel.enable_parallel_optimizer and calls_one_graph:
         # MindSpore 2.10 does not compile it ("The pointer[prim] is null", node_info.cc).
         rule = f"{_NOT_YET} with dropout, sharded optimizer state and a pipeline or sharded sums of gradients"
-        fix = "set hidden_dropout and attention_dropout to 0, or enable_parallel_optimizer to False"
+        fix = "set hidden_dropout and attention_dropout to 0, or enable_parallel_optimizer to false"
         yield problem(config, "model.model_config.embedding_size", rule, fix)
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
     if config.runner_config.rampup_batch_size is not None:
-        fix = "leave it out, or set parallel.parallel_mode to 0"
+        fix = f"leave it out, or {_EXPLICIT_MODE}"
         yield problem(config, "runner_config.rampup_batch_size", f"{_NOT_YET}: one graph has all micro-batches", fix)
     if config.optimizer.type == "Muon":
         yield problem(config, "optimizer.type", _NOT_YET, "use AdamW or SGD")
     for key in average_keys(config):
-        yield problem(config, key, _NOT_YET, f"leave averages of weights out, {_INSTEAD}")
+        yield problem(config, key, _NOT_YET, f"leave averages of weights out, or {_EXPLICIT_MODE}")

@@ -57,7 +57,7 @@ def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[NewV
             source = EVAL
         yield NewValue(f"{source}.max_batches", 1, "one batch is evaluated")
     elif config.eval_dataset is not None:
-        yield NewValue(EVAL, None, "not read: do_eval is False", config.eval_dataset.data_loader.type)
+        yield NewValue(EVAL, None, "not read: do_eval is false", config.eval_dataset.data_loader.type)
     micro_batch = smoke_batch_size(config)
     sequences_of_step = micro_batch * micro_batches(config) * setup.layout.degrees.data_parallel
     rows = {TRAIN: setup.steps * sequences_of_step, EVAL: micro_batch * setup.ranks}

@@ -235,7 +235,7 @@ def _start(run: SweepRun, cores: Sequence[int], report_progress: ReportProgress)
     command = [*_COMMAND, *run.arguments]
     verb = "begins"
     if run.resumes:
-        command.append("--resume_training=True")
+        command.append("--resume_training=true")
         verb = "resumes"
     all_cores = os.sched_getaffinity(0)
     run.began = time.monotonic()

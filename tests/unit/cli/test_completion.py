@@ -39,7 +39,7 @@ def test_the_first_word_is_a_command():
         ("plan --run_mode p", ["predict"]),
         ("plan --run_mode=p", ["--run_mode=predict"]),
         ("--optimizer.type ", ["AdamW", "PmaAdamW", "SGD", "Muon"]),
-        ("--use_clip_grad ", ["True", "False"]),
+        ("--use_clip_grad ", ["true", "false"]),
         ("--callbacks.0.type Early", ["EarlyStop"]),
         ("convert a.yaml --to ", ["1.x", "2.0"]),
         ("completion ", ["bash", "zsh", "fish"]),

@@ -57,7 +57,7 @@ def test_a_dump_of_a_resumed_run_says_nothing_new_in_another_run_mode():
     dumped = dump_config(load(BASE, "resume_training=True", "run_mode=eval"))
     assert config_notes(parse_config("config.yaml", dumped)) == []
     given = [Override("resume_training", "True", "flag --resume_training")]
-    assert "resume_training True: not used" in "".join(config_notes(parse_config("config.yaml", dumped, given)))
+    assert "resume_training true: not used" in "".join(config_notes(parse_config("config.yaml", dumped, given)))
 
 
 def test_a_dump_runs_as_it_is_and_says_nothing_new():

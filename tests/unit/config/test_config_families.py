@@ -175,7 +175,7 @@ def test_what_a_config_json_says_against_itself(text: str, parts: list[str]) -> 
 
 def test_where_hugging_face_would_train_without_the_balance_loss_is_told() -> None:
     text = qwen3_moe("output_router_logits: False, router_aux_loss_coef: 0.001")
-    assert "output_router_logits False: does not switch off the auxiliary loss here" in notes(text)
+    assert "output_router_logits false: does not switch off the auxiliary loss here" in notes(text)
     assert "here (weight 0.0005)" in notes(text)  # 0.001 * 2 experts a token / 4 layers
     for quiet in ("output_router_logits: True", "output_router_logits: False, router_aux_loss_coef: 0.0"):
         assert "output_router_logits" not in notes(qwen3_moe(quiet))

@@ -259,9 +259,9 @@ def test_a_mistyped_flag_of_a_command_is_named(name: str, flag: str) -> None:
         (["--runner_config.epochs"], ["flag --runner_config.epochs: needs a value"]),
         (["--use_clip_grad", "maybe"], ["use_clip_grad = 'maybe': must be true or false", "--no-use_clip_grad"]),
         (["--use_clip_grad", "1"], ["must be true or false"]),
-        (["--no-seed"], ["only a True/False flag can be negated", "--seed VALUE"]),
+        (["--no-seed"], ["only a true/false flag can be negated", "--seed VALUE"]),
         (["--no-use_clip_grad=True"], ["takes no value"]),
-        (["--no-runner_config.epochs"], ["only a True/False key can be negated"]),
+        (["--no-runner_config.epochs"], ["only a true/false key can be negated"]),
     ],
 )
 def test_a_wrong_command_line_is_one_message(argv, parts):

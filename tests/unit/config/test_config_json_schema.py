@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -235,6 +236,12 @@ def test_it_is_json_with_a_description_for_every_key_and_no_free_objects():
         assert described["additionalProperties"] is False, name
         for key, rule in described["properties"].items():
             assert rule["description"], f"{name}.{key}"
+
+
+def test_texts_call_booleans_what_files_call_them():
+    text = json.dumps([SCHEMA, FILE])
+    texts = re.findall(r'"(?:description|x-reason|x-fix)": "((?:[^"\\]|\\.)*)"', text)
+    assert len(texts) > 500 and not [text for text in texts if re.search(r"\b(True|False)\b", text)]
 
 
 def test_the_table_of_unsupported_keys_names_sections_once_and_known_types():

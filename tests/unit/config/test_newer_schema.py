@@ -168,7 +168,7 @@ def test_weights_are_loaded_or_a_run_is_resumed():
     resumed = load(f"checkpoint: {{load_path: some/folder}}\n{SMALL}")
     assert (resumed.load_checkpoint, resumed.resume_training) == ("some/folder", True)
     told = notes(f"checkpoint: {{load_path: some/folder}}\n{SMALL}")
-    assert "checkpoint.no_load_optim False: continues" in told and "the other value starts over" in told
+    assert "checkpoint.no_load_optim false: continues" in told and "the other value starts over" in told
     weights = load(f"checkpoint: {{load_path: some/folder, no_load_optim: True}}\n{SMALL}")
     assert (weights.load_checkpoint, weights.resume_training) == ("some/folder", False)
 
@@ -332,7 +332,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
     loader = SMALL.replace("dataset_dir: stdlib", "dataset_dir: stdlib, python_multiprocessing: True")
     assert "train_dataset.dataloader.python_multiprocessing (a.yaml:5): micro-batches are prepared" in notes(loader)
     assert "context.mode (a.yaml:1): the flag --mode says it" in notes(SMALL.replace("CPU", "CPU, mode: 0"))
-    assert "checkpoint.enable_save False: a checkpoint is still saved" in notes(
+    assert "checkpoint.enable_save false: a checkpoint is still saved" in notes(
         f"checkpoint: {{enable_save: False}}\n{SMALL}"
     )
 
@@ -401,7 +401,7 @@ def test_rules_fixes_and_notes_name_the_keys_and_values_of_the_file(text: str, r
         message = str(error)
     for part in parts:
         assert part in message, message
-    for older in ("use_parallel True", "data_loader", "context.deterministic", "parallel_config."):
+    for older in ("use_parallel true", "data_loader", "context.deterministic", "parallel_config."):
         assert older not in message
 
 

@@ -91,7 +91,7 @@ def test_what_is_frozen(freeze: str, names: set[str]) -> None:
         ("{layers: -1}", ["freeze.layers = -1", "there is no layer -1"]),
         ("{layers: first}", ["freeze.layers = 'first'", "is not a layer", "range such as 0-3"]),
         ("{layers: []}", ["freeze.layers = []", "names no layer"]),
-        ("{include: [layers: true]}", ["True is not a layer"]),
+        ("{include: [layers: true]}", ["true is not a layer"]),
         ("{include: [heads: 3]}", ["'heads' is not a short form", "layers and embeddings"]),
         ("{include: '*'}", ["freeze.include = '*'", "leaves nothing to train", "freeze.exclude"]),
         ("{layers: 0-3, include: [embeddings, '*norm*', '*head*']}", ["leaves nothing to train"]),

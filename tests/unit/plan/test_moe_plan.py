@@ -95,8 +95,8 @@ def test_it_counts_all_weights_and_those_that_compute_a_token() -> None:
 
 def test_it_names_the_kernels_of_experts() -> None:
     kernels = {choice.kernel: choice.asked for choice in plan_of("moe_dropless").model.kernels}
-    assert kernels["grouped_matmul"] == "use_gmm: True"
-    assert kernels["token_permute"] == "use_fused_ops_permute: False"
+    assert kernels["grouped_matmul"] == "use_gmm: true"
+    assert kernels["token_permute"] == "use_fused_ops_permute: false"
     assert "grouped_matmul" not in {choice.kernel for choice in plan_of("quickstart").model.kernels}
 
 

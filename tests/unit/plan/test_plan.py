@@ -131,7 +131,7 @@ def test_muon_names_the_groups_that_each_rule_updates() -> None:
         ("other matrices, by AdamW", 0.2, 2),
         ("norms and biases, by AdamW", 0.0, 9),
     ]
-    assert "optimizer Muon, momentum 0.95, nesterov True, ns_steps 5," in " ".join(plan_text(plan).split())
+    assert "optimizer Muon, momentum 0.95, nesterov true, ns_steps 5," in " ".join(plan_text(plan).split())
     state = {name: plan_of("bench_dense", optimizer__type=name).memory_bytes for name in ("AdamW", "Muon", "SGD")}
     assert state["AdamW"]["optimizer state"] > state["Muon"]["optimizer state"] > state["SGD"]["optimizer state"]
 

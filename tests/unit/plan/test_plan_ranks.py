@@ -159,7 +159,7 @@ def test_the_command_sees_the_job_around_it(capsys: pytest.CaptureFixture, monke
         ("--ranks 4 --local_ranks 5", "--local_ranks = 5: exceeds the 4 ranks"),
         ("--ranks 8 --local_ranks 3", "--local_ranks = 3: must divide --ranks 8"),
         ("--ranks 8 --parallel_config.data_parallel 3", "data_parallel 3 needs 3 ranks, but the job has 8"),
-        ("--ranks 8 --use_parallel False", "leave --ranks out, or add --use_parallel True"),
+        ("--ranks 8 --use_parallel false", "leave --ranks out, or add --use_parallel true"),
         ("--ranks 100000", "fewer than one global batch (batch_size 32 x 100000 ranks)"),
     ],
 )

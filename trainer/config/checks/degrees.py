@@ -45,7 +45,7 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Con
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if section.use_seq_parallel and tokens % degree:
         rule = f"{_tokens_text(tokens, section.context_parallel)} are not divisible by model_parallel {degree}"
-        yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
+        yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to false")
 
 
 def _tokens_text(tokens: int, context_parallel: int) -> str:
@@ -144,7 +144,7 @@ def pipeline_problems(config: Config) -> Iterator[ConfigError]:
     parts = settings.pp_interleave_num
     interleaves = config.parallel.pipeline_config.pipeline_interleave
     if parts > 1 and not interleaves:
-        fix = "add parallel.pipeline_config.pipeline_interleave True, or set it to 1"
+        fix = "add parallel.pipeline_config.pipeline_interleave: true, or set it to 1"
         yield problem(config, f"{_MODEL}.pp_interleave_num", "needs an interleaved pipeline", fix)
     if settings.num_layers < number * parts:
         rule = f"the model has {settings.num_layers} layers"

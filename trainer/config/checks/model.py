@@ -109,8 +109,8 @@ def _sizes(config: Config) -> Iterator[ConfigError]:
         if decoder.qk_rope_head_dim % 2:
             yield problem(config, f"{_KEY}.qk_rope_head_dim", _EVEN, "use 64, as DeepSeek-V3 does")
     elif latent_keys := [n for n in LATENT_SIZES if getattr(decoder, n) != ModelConfig.model_fields[n].default]:
-        fix = "write multi_latent_attention: True, or leave it out"
-        yield problem(config, f"{_KEY}.{latent_keys[0]}", "requires multi_latent_attention: True", fix)
+        fix = "write multi_latent_attention: true, or leave it out"
+        yield problem(config, f"{_KEY}.{latent_keys[0]}", "requires multi_latent_attention: true", fix)
     elif decoder.head_dim is None and width % heads:
         fix = f"use {_divisor(width, heads)} heads, or set head_dim"
         yield problem(config, f"{_KEY}.num_heads", f"must divide hidden_size ({width})", fix)
@@ -166,7 +166,7 @@ def _parallel_blocks(config: Config) -> Iterator[ConfigError]:
         return
     if not {"", "block"}.issuperset(recomputed_parts(config)):
         rule = "not yet supported with parallel_attn, where attention and feed-forward layer are one part"
-        yield problem(config, "recompute_config.select_recompute", rule, "write recompute: True, for whole blocks")
+        yield problem(config, "recompute_config.select_recompute", rule, "write recompute: true, for whole blocks")
 
 
 def _divisor(number: int, near: int) -> int:
@@ -259,7 +259,7 @@ def _attention(config: Config) -> Iterator[ConfigError]:
     windowed = "sliding_attention" in (types or ())
     if windowed and (not decoder.sliding_window or decoder.use_sliding_window is False):
         rule = "contains sliding_attention, but there is no sliding window"
-        fix = "write sliding_window, the number of tokens that they see, and no use_sliding_window: False"
+        fix = "write sliding_window, the number of tokens that they see, and no use_sliding_window: false"
         yield problem(config, f"{_KEY}.layer_types", rule, fix, value="...")
     is_implied = "use_sliding_window" in FAMILIES[architecture].model
     if decoder.use_sliding_window and not decoder.sliding_window and not is_implied:

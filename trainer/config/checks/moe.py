@@ -9,6 +9,7 @@ from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
+from trainer.errors import value_text
 
 _MODEL = "model.model_config"
 _KEY = f"{_MODEL}.moe_config"
@@ -36,7 +37,7 @@ def _routing(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     if moe.capacity_factor is not None and moe.capacity_factor <= 0 and moe.capacity_factor != -1:
         yield problem(config, f"{_KEY}.capacity_factor", "must be greater than 0, or -1 for no bound", "use 1.1 or -1")
     if moe.scoring_func is not None and moe.use_gating_sigmoid and moe.scoring_func != "sigmoid":
-        yield problem(config, f"{_KEY}.scoring_func", "contradicts use_gating_sigmoid = True", _REMOVE_ONE)
+        yield problem(config, f"{_KEY}.scoring_func", "contradicts use_gating_sigmoid = true", _REMOVE_ONE)
     if moe.scoring_func == "sigmoid" and not moe.use_gating_sigmoid and where(f"{_KEY}.use_gating_sigmoid"):
         rule = f"contradicts scoring_func = sigmoid ({where(f'{_KEY}.scoring_func')})"
         yield problem(config, f"{_KEY}.use_gating_sigmoid", rule, _REMOVE_ONE)
@@ -213,8 +214,8 @@ def _model_value(config: Config, key: str, value: Any) -> str:
     if value is None:
         value = "null, no limit"
     if where:
-        return f"{value} ({where})"
-    return f"{value}, its default"
+        return f"{value_text(value)} ({where})"
+    return f"{value_text(value)}, its default"
 
 
 def capacity_factor(moe: MoEConfig) -> float | None:

@@ -27,6 +27,7 @@ from trainer.config.schema.callbacks import MoEDropRate
 from trainer.config.schema.fields import Section
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
+from trainer.errors import value_text
 from trainer.models.spec.sublayers import attention_spec, latent_spec
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World
@@ -78,7 +79,7 @@ def _recomputes(config: Config) -> bool:
 
 
 _SEMI_AUTO_ONLY = "only semi-automatic mode uses it"
-_NOT_SHARED = "parallel.enable_parallel_optimizer is False"
+_NOT_SHARED = "parallel.enable_parallel_optimizer is false"
 _UNUSED = (
     _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _SEMI_AUTO_ONLY),
     _Unused("parallel_config", "gradient_aggregation_group", lambda c: not is_semi_auto(c), _SEMI_AUTO_ONLY),
@@ -139,17 +140,17 @@ _UNUSED = (
             and c.runner_wrapper.clip_type == "value", "runner_wrapper.clip_type is value"),
     _Unused("runner_wrapper", "max_grad_norm clip_type clip_by_group clip_value",
             lambda c: c.trains and not c.runner_wrapper.use_clip_grad,
-            "runner_wrapper.use_clip_grad is False", "use_clip_grad"),
+            "runner_wrapper.use_clip_grad is false", "use_clip_grad"),
     _Unused("monitor_config", "local_norm_format optimizer_state_format weight_state_format"
             " max_attention_logit_format throughput_baseline print_struct",
-            lambda c: not c.monitor_config.monitor_on, "monitor_config.monitor_on is False"),
+            lambda c: not c.monitor_config.monitor_on, "monitor_config.monitor_on is false"),
     _Unused("tensorboard", "log_loss_scale_to_tensorboard log_timers_to_tensorboard log_interval"
             " tensorboard_queue_size", lambda c: not c.tensorboard.tensorboard_dir, "tensorboard_dir is not set"),
     _Unused("", "trackers", lambda c: not c.trains, _run_mode),
     _Unused("tensorboard", "tensorboard_dir", lambda c: not c.trains, _run_mode),
     _Unused("runner_wrapper", "global_norm_spike_threshold global_norm_spike_count_threshold",
             lambda c: c.trains and not c.runner_wrapper.use_skip_data_by_global_norm,
-            "runner_wrapper.use_skip_data_by_global_norm is False", "use_skip_data_by_global_norm"),
+            "runner_wrapper.use_skip_data_by_global_norm is false", "use_skip_data_by_global_norm"),
     _Unused("runner_wrapper", "accumulate_allreduce_grads_in_fp32",
             lambda c: c.trains and requested_dtype(c.decoder, c.amp_level, "compute_dtype") == "float32",
             "matrix products and gradients are float32"),
@@ -173,11 +174,11 @@ _UNUSED = (
             lambda c: not _moe(c).use_gmm and not _has_capacity(c) and _moe(c).moe_token_drop_policy,
             _no_capacity_reason),
     _Unused(_MOE, "enable_gmm_safe_tokens use_fused_ops_permute", lambda c: c.decoder.experts and not _moe(c).use_gmm,
-            "use_gmm is False"),
+            "use_gmm is false"),
     _Unused(_MOE, "moe_norm_min", lambda c: c.decoder.experts and not _moe(c).norm_topk_prob,
-            "norm_topk_prob is False"),
+            "norm_topk_prob is false"),
     _Unused(_MOE, "topk_bias_update_rate", lambda c: c.decoder.experts and not _moe(c).balance_via_topk_bias,
-            "balance_via_topk_bias is False"),
+            "balance_via_topk_bias is false"),
 )  # fmt: skip
 
 
@@ -202,7 +203,7 @@ def _unused(config: Config) -> Iterator[str]:
             if value != default or (lacks_switch and config.source.where(key)):
                 text = config.source.name(key)
                 if isinstance(value, (bool, int, float)):
-                    text += f" {value}"
+                    text += f" {value_text(value)}"
                 keys.setdefault(because, []).append(text)
     return (f"{', '.join(names)}: not used, {because}" for because, names in keys.items())
 
@@ -263,7 +264,7 @@ def _run(config: Config) -> Iterator[str]:
         yield (f"train_dataset.held_out {train.held_out}: these documents are left out of the training but not"
                " evaluated, because there is an eval_dataset; set it to 0 to train on them")
     if config.trains and config.resume_training is True and config.load_checkpoint and not config.has_adapters:
-        yield (f"resume_training True: continues from the checkpoint in load_checkpoint ({config.load_checkpoint}) with"
+        yield (f"resume_training true: continues from the checkpoint in load_checkpoint ({config.load_checkpoint}) with"
                " its optimizer state, step and position in the data; the other value starts over from these weights")
     if starts_anew(config):
         yield "load_checkpoint is empty: this finetuning starts from new weights, as run_mode train does"
@@ -309,7 +310,7 @@ def _mixture(config: Config) -> Iterator[str]:
     if not config.trains:
         return
     if moe.output_router_logits is False and (factor := config.decoder.balance_factor):
-        yield (f"output_router_logits False: does not switch off the auxiliary loss here (weight {factor:g}); to switch"
+        yield (f"output_router_logits false: does not switch off the auxiliary loss here (weight {factor:g}); to switch"
                " it off, write aux_loss_factor: 0")
     if watches_drop_rate(config):
         yield from _drop_rate(config, moe, watchers)
@@ -325,9 +326,9 @@ def _drop_rate(config: Config, moe: MoEConfig, watchers: list[int]) -> Iterator[
         yield ("moe_config.callback_moe_droprate: MoEDropRateCallback is not in callbacks; it is added with the model's"
                f" {', '.join(shown)}")
     elif not moe.callback_moe_droprate and where:
-        yield f"callback_moe_droprate ({where}) is False, but callbacks has MoEDropRateCallback: drop rates are logged"
+        yield f"callback_moe_droprate ({where}) is false, but callbacks has MoEDropRateCallback: drop rates are logged"
     elif not moe.callback_moe_droprate:
-        yield f"callbacks.{watchers[0]} MoEDropRateCallback: callback_moe_droprate is not in moe_config; assumed True"
+        yield f"callbacks.{watchers[0]} MoEDropRateCallback: callback_moe_droprate is not in moe_config; assumed true"
     if moe.effective_capacity is None:
         reason = "capacity_factor sets no limit"
         if moe.use_gmm:
@@ -340,13 +341,13 @@ def parallel_notes(config: Config, world: World) -> Iterator[str]:
     parallel = config.parallel
     semi_auto = runs_semi_auto(config, world)
     if parallel.full_batch is False and not semi_auto:
-        yield "parallel.full_batch False: not used, each rank reads its own sequences"
+        yield "parallel.full_batch false: not used, each rank reads its own sequences"
     if config.sample_prompt is not None and semi_auto:
         yield ("sample_prompt: not used, semi-automatic mode generates no text; add --run_mode predict"
-               " --use_parallel False to generate from the checkpoints")
+               " --use_parallel false to generate from the checkpoints")
     if world.size > 1:
         if config.use_parallel is None and not config.source.source_places:  # the newer schema has no such key
-            yield f"use_parallel: not set; it is True, because the job has {world.size} ranks"
+            yield f"use_parallel: not set; it is true, because the job has {world.size} ranks"
         if parallel.parallel_mode in SEMI_AUTO and parallel.parallel_fallback:
             yield (f"parallel.parallel_mode {parallel.parallel_mode}: replaced by explicit mode, because"
                    f" parallel_fallback is {parallel.parallel_fallback}")
@@ -362,12 +363,12 @@ def parallel_notes(config: Config, world: World) -> Iterator[str]:
     if used and not config.use_parallel:
         yield f"{', '.join(used)}: not used, the run has one device: {_single_device_reason(config)}"
     if config.use_parallel:
-        yield "use_parallel True: the job has one rank; `run_trainer.py launch --nproc 8` starts eight"
+        yield "use_parallel true: the job has one rank; `run_trainer.py launch --nproc 8` starts eight"
     keys = []
     if not semi_auto and parallel.parallel_mode not in (*DATA_PARALLEL, "stand_alone"):
         keys.append(f"parallel.parallel_mode {parallel.parallel_mode}")
     if parallel.enable_parallel_optimizer and config.source.place("parallel.enable_parallel_optimizer").order:
-        keys.append("parallel.enable_parallel_optimizer True")
+        keys.append("parallel.enable_parallel_optimizer true")
     if keys:
         yield f"{', '.join(keys)}: not used, the run has one device"
 
@@ -375,7 +376,7 @@ def parallel_notes(config: Config, world: World) -> Iterator[str]:
 def _single_device_reason(config: Config) -> str:
     """Returns why a file for several devices runs on one, or how to start several."""
     if config.use_parallel is False:
-        return "use_parallel is False"
+        return "use_parallel is false"
     if config.run_mode == "chat":
         return "run_mode chat has one rank"
     if not config.trains and is_semi_auto(config):

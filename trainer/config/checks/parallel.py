@@ -154,7 +154,7 @@ def _is_parallel(config: Config, world: World) -> bool:
 def parallel_problems(config: Config, world: World) -> list[ConfigError]:
     """Returns the errors that keep this job from running on its ranks."""
     if world.size > 1 and config.use_parallel is False:
-        fix = "remove the key or set it to True; to run one process, leave `launch` out"
+        fix = "remove the key or set it to true; to run one process, leave `launch` out"
         return [problem(config, "use_parallel", f"the job has {world.size} ranks", fix)]
     if world.size > 1 and config.run_mode == "chat":
         rule = f"run_mode chat runs in one process, and the job has {world.size} ranks"
@@ -247,7 +247,7 @@ def fit_problems(config: Config, world: World) -> list[ConfigError]:
     # A user of the command can change the degrees or the number of ranks, or run one process.
     fix = mismatch.fix("start it with `run_trainer.py launch --nproc {ranks}`")
     if world.size == 1:
-        fix += "; to run one process, add --use_parallel False"
+        fix += "; to run one process, add --use_parallel false"
     elif not config.source.source_places:  # the newer schema has no such key
         fix += "; an unset data_parallel takes the remaining ranks"
     key = mismatch.key

@@ -13,7 +13,7 @@ from trainer.models.spec.sublayers import latent_spec
 
 _ENABLED = "optimizer.qk_clip_enabled"
 _FORMAT = "max_attention_logit_format"
-_FIX = "set it to False: the queries and keys are not clipped then, which is another training"
+_FIX = "set it to false: the queries and keys are not clipped then, which is another training"
 
 
 def clips_queries(config: Config) -> bool:
@@ -32,7 +32,7 @@ def qk_clip_problems(config: Config) -> Iterator[ConfigError]:
         if not config.source.where(key):
             key = "optimizer.qk_clip_threshold"
         rule = "QK-clip scales the heads of multi-head latent attention (MLA) alone"
-        yield problem(config, key, rule, "leave it out, or set qk_clip_enabled to False")
+        yield problem(config, key, rule, "leave it out, or set qk_clip_enabled to false")
     if not clips_queries(config):
         return
     if config.context.mode != 0:

@@ -277,8 +277,8 @@ def _evaluation_callbacks(config: Config) -> Iterator[ConfigError]:
         else:
             continue
         if not config.do_eval:
-            rule = "requires evaluations, and do_eval is False"
-            yield problem(config, key, rule, "write do_eval: True, or leave it out")
+            rule = "requires evaluations, and do_eval is false"
+            yield problem(config, key, rule, "write do_eval: true, or leave it out")
         elif isinstance(callback, EarlyStop) and config.eval_step_interval < 1 and config.eval_epoch_interval < 1:
             rule = "requires evaluations during the training, and this run evaluates only at its end"
             yield problem(config, key, rule, "set eval_step_interval or eval_epoch_interval")

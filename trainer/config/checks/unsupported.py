@@ -11,6 +11,7 @@ from trainer.config.families import FAMILIES, known_class
 from trainer.config.schema.fields import Section, Support, support_of
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
+from trainer.errors import value_text
 
 
 class UnsupportedKey(NamedTuple):
@@ -91,7 +92,7 @@ def _unread_reason(config: Config, unsupported: UnsupportedKey) -> str:
         if trains:
             if config.do_eval:
                 return ""
-            return "do_eval is False"
+            return "do_eval is false"
         if config.run_mode == "eval":
             return ""
         return f"run_mode is {config.run_mode}"
@@ -109,7 +110,7 @@ def ignored_notes(config: Config) -> list[str]:
         unread_reason = _unread_reason(config, unsupported)
         if unsupported.support == "not_yet" and unread_reason:
             unread = unsupported._replace(reason=f"not read, {unread_reason}")
-            ignored.append((unread, "", f"{key} {unsupported.value}"))
+            ignored.append((unread, "", f"{key} {value_text(unsupported.value)}"))
         if unsupported.support == "ignored":
             ignored.append((unsupported, config.source.where(key), config.source.name(key)))
     return ignored_texts(ignored)

@@ -17,7 +17,7 @@ from trainer.config.read.model_folder import CAUSAL
 from trainer.config.read.relocate import fields_at
 from trainer.config.schema.fields import fix_of, shape_of, types_of
 from trainer.config.schema.root import Config, ConfigSource
-from trainer.errors import shorten_repr
+from trainer.errors import shorten_repr, value_text
 
 _KINDS = {
     "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "bool_type": "true or false",
@@ -25,7 +25,6 @@ _KINDS = {
     "model_attributes_type": "a section", "none_required": "null", "finite_number": "a finite number",
 }  # fmt: skip
 _DEFAULT = re.compile(r"Default .*$")
-_BOOLEANS = re.compile(r"\b(True|False)\b")
 _BOUNDS = {
     "greater_than": ("greater than {gt}", "a number above {gt}"),
     "greater_than_equal": ("at least {ge}", "{ge} or more"),
@@ -253,8 +252,8 @@ def describe(path: tuple[str, ...], default: Any = ...) -> str:
     name = next(part for part in reversed(path) if not part.isdecimal())
     description = field.description or ""
     if default is not ...:
-        description = _DEFAULT.sub(f"Default {default}", description)
-    return f"{name}: {_BOOLEANS.sub(lambda match: match[0].lower(), description)}".rstrip(".")
+        description = _DEFAULT.sub(f"Default {value_text(default)}", description)
+    return f"{name}: {description}".rstrip(".")
 
 
 def _declaration(path: tuple[str, ...]) -> FieldInfo | None:

@@ -41,7 +41,7 @@ def group_method(settings: Any) -> str:
 
 
 _LATENT_NORMS = {
-    "use_qk_norm": "has no norms on latent vectors unless qk_layernorm is True; here it has them: write qk_layernorm",
+    "use_qk_norm": "has no norms on latent vectors unless qk_layernorm is true; here it has them: write qk_layernorm",
 }  # fmt: skip
 _GRANITE_MOE = Family(
     "granitemoe",

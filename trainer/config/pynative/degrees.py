@@ -43,7 +43,7 @@ def set_sequence_parallel(work: Translation, row: Row) -> None:
     if row.old in work.entries:
         work.set_key(row.new, is_on, row.old)
     if _degree(work, "parallelism.tensor_parallel") > 1 and not is_on:
-        text = f"{row.old} False: tensor parallelism without it, which MindSpore Transformers' trainer refuses"
+        text = f"{row.old} false: tensor parallelism without it, which MindSpore Transformers' trainer refuses"
         work.notes.append(Note(text, "parallel"))
 
 

@@ -45,7 +45,7 @@ def set_latent_attention(work: Translation, family: str, known: SourceClass) -> 
     for key in known.differences.keys() - settings.keys():
         work.set_key(f"{_MODEL}.{key}", False, "model", place=place._replace(key="model.qk_layernorm"))
         text = f"the file has no qk_layernorm, so the latent vectors {source} have no norms"
-        work.notes.append(f"{place.text}: {text}; the released DeepSeek-V3 has them: write qk_layernorm: True")
+        work.notes.append(f"{place.text}: {text}; the released DeepSeek-V3 has them: write qk_layernorm: true")
     scaling = settings.get("rope_scaling", {})
     if not isinstance(scaling, dict):
         return  # an error follows

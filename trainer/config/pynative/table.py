@@ -53,7 +53,7 @@ def _saving(work: Translation, row: Row) -> None:
     if not work.values["checkpoint.enable_save"]:
         steps = 0
         steps_key = "checkpoint.enable_save"
-        text = f"{steps_key} False: a checkpoint is still saved at the end of the run"
+        text = f"{steps_key} false: a checkpoint is still saved at the end of the run"
         work.notes.append(Note(text, "ignored"))
     saver = {
         "type": ("CheckpointMonitor", steps_key),

@@ -18,6 +18,7 @@ from trainer.config.read.resolve import Resolved
 from trainer.config.schema.fields import Section, fields_by_yaml_name, yaml_names
 from trainer.config.schema.model import LATENT_SIZES, ModelConfig
 from trainer.config.schema.moe import MoEConfig
+from trainer.errors import value_text
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
@@ -294,7 +295,7 @@ def _set_class_defaults(
             text = f"{place.text} (default of {source})"
             resolved.positions[key] = SourceLocation(place.order, text, f"{section}.{name}".lstrip("."))
         if value not in (fields_by_yaml_name(kind)[main].default, implied.get(main)):
-            used.append(f"{name} {value}")
+            used.append(f"{name} {value_text(value)}")
     return used
 
 

@@ -107,16 +107,3 @@ def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, item in items:
         yield from flatten(item, f"{key}.{name}".lstrip("."))
-
-
-def value_text(value: Any) -> str:
-    """Returns a plain value in one line as a file has it: ``null``, ``true``, ``[1, 2]``, ``level1``."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{', '.join(map(value_text, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {value_text(item)}' for key, item in value.items())}}}"
-    return str(value)

@@ -21,7 +21,7 @@ from trainer.config.read.yaml_reader import MAX_BYTES, parse_document
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import Activation, ModelConfig, RopeScaling
 from trainer.config.schema.moe import MoEConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, value_text
 from trainer.input_files import path_error
 
 KEY = "pretrained_model_dir"
@@ -399,9 +399,9 @@ def _report_contradictions(resolved: Resolved, facts: Resolved) -> None:
             continue
         name = resolved.positions[key].key or key
         if resolved.data.get("run_mode", "train") == "train" and not resolved.data.get("load_checkpoint"):
-            differing.append(f"{name.rpartition('.')[2]} {value} instead of {folder_value}")
+            differing.append(f"{name.rpartition('.')[2]} {value_text(value)} instead of {value_text(folder_value)}")
         else:
-            rule = f"{facts.positions[key].text} has {folder_value}: its weights do not fit this size"
+            rule = f"{facts.positions[key].text} has {value_text(folder_value)}: its weights do not fit this size"
             fix = "leave it out, or name another folder"
             resolved.problems.append(problem_at(resolved.positions[key], name, rule, fix, value))
     if differing:

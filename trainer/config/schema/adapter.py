@@ -17,7 +17,7 @@ _METHODS = re.compile(r"true|olora|pissa(_niter_[1-9]\d?)?")
 
 def _validate_initial(value: bool | str) -> bool | str:
     if not _METHODS.fullmatch(str(value).lower()):
-        refuse_value("must be True, pissa, pissa_niter_N (N from 1 to 99) or olora")
+        refuse_value("must be true, pissa, pissa_niter_N (N from 1 to 99) or olora")
     return value
 
 
@@ -49,7 +49,7 @@ class PetConfig(Section):
     alpha_pattern: dict[_Expression, Annotated[float, Field(gt=0)]] = setting(
         {}, "lora_alpha of some matrices, as rank_pattern. Default: lora_alpha for all.")
     init_lora_weights: _Initial = setting(
-        True, "Values that adapters start with. True: lora_a_std and lora_b_std say it. pissa: principal singular"
+        True, "Values that adapters start with. true: lora_a_std and lora_b_std say it. pissa: principal singular"
         " vectors of the matrix (Meng et al. 2024); pissa_niter_N: approximately, by N iterations. olora: its QR"
         " decomposition (Büyükakyüz 2024). These three take the adapter's product out of the frozen matrix.")
     base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = setting(

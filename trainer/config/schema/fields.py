@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from trainer.config.schema.unsupported import OTHER_NAMES, Support, unsupported_keys
+from trainer.errors import shorten_repr, value_text
 from trainer.input_files import path_error
 
 REQUIRED: Any = ...
@@ -104,10 +105,7 @@ class Section(BaseModel):
                 description = f"{_WORDS[support]}: {reason}"
             else:
                 description = f"{_WORDS[cls.support]}: {cls.support_reason}"
-            default_text = "null"
-            if default is not None:
-                default_text = repr(default)
-            declared = _declare(default, f"{description}. Default {default_text}.", extra, {})
+            declared = _declare(default, f"{description}. Default {shorten_repr(default)}.", extra, {})
             cls.model_fields[name] = FieldInfo.from_annotated_attribute(annotation, declared)
 
     @classmethod
@@ -147,10 +145,8 @@ def setting(
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """
     if default is not REQUIRED and "Default" not in description:
-        default_text = str(default)
-        if default is None:
-            default_text = "null"
-        elif isinstance(default, float):
+        default_text = value_text(default)
+        if isinstance(default, float):
             default_text = f"{default:g}".replace("e-0", "e-")
         description += f" Default {default_text}."
     if isinstance(beside, Beside):

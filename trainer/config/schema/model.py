@@ -95,7 +95,7 @@ class ModelConfig(Section):
         None, "Key and value heads. Default null: num_heads.", ge=1, le=RANKS,
         aliases="num_key_value_heads num_query_groups multi_query_group_num")
     multi_query_attention: bool | None = setting(
-        None, "ChatGLM: False takes num_heads instead of multi_query_group_num. Default null: the number given.")
+        None, "ChatGLM: false takes num_heads instead of multi_query_group_num. Default null: the number given.")
     head_dim: int | None = setting(
         None, "Width of a head. Default null: hidden_size / num_heads.", ge=1, le=WIDTH, aliases="kv_channels")
     multi_latent_attention: bool = setting(
@@ -135,7 +135,7 @@ class ModelConfig(Section):
         None, "Size of the sliding window in tokens, including the current one. Default null, and 0: full attention.",
         ge=0, le=LENGTH)
     use_sliding_window: bool | None = setting(
-        None, "False: no layer has a sliding window. True: layers from max_window_layers on have one. Default null:"
+        None, "false: no layer has a sliding window. true: layers from max_window_layers on have one. Default null:"
         " those of layer_types, or all.")
     max_window_layers: int | None = setting(
         None, "use_sliding_window: number of leading layers with full attention. Default null: none.",
@@ -187,7 +187,7 @@ class ModelConfig(Section):
     normalization: Literal["RMSNorm", "FusedRMSNorm", "LayerNorm"] = setting(
         "RMSNorm", "Kind of the norms: RMSNorm, under both of its names, or LayerNorm, which subtracts the mean of a"
         " row first.", fix="use a model with one of these", explicit_only=("LayerNorm",))
-    norm_has_bias: bool = setting(True, "normalization LayerNorm: norms have a bias. False: none (Cohere).")
+    norm_has_bias: bool = setting(True, "normalization LayerNorm: norms have a bias. false: none (Cohere).")
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in a norm.", gt=0,
         aliases="layernorm_epsilon layer_norm_epsilon layer_norm_eps norm_epsilon norm_eps")
@@ -228,7 +228,7 @@ class ModelConfig(Section):
         " attn_proj_has_bias and mlp_has_bias say which.")
     use_qk_norm: bool = setting(
         False, "RMSNorm on query and key of each head (Qwen3). With multi_latent_attention on its latent vectors, and"
-        " True by default.", aliases="qk_layernorm qk_norm", beside=_NO_LAYER_NORM)
+        " true by default.", aliases="qk_layernorm qk_norm", beside=_NO_LAYER_NORM)
     qk_norm_all_heads: bool = setting(
         False, "use_qk_norm: one RMSNorm over all heads of the query, and one over those of the key (OLMo), instead of"
         " one over each head.",
@@ -237,7 +237,7 @@ class ModelConfig(Section):
         False, "use_qk_norm: norms after the rotary embedding (Hunyuan), not before.",
         beside=Beside("multi_latent_attention", False, "multi_latent_attention has norms on its latent vectors"))
     input_norms: bool = setting(
-        True, "RMSNorm on the inputs of attention and feed-forward layer. False: none (OLMo-2), only those on their"
+        True, "RMSNorm on the inputs of attention and feed-forward layer. false: none (OLMo-2), only those on their"
         " outputs, which post_self_attn_layernorm and post_mlp_layernorm describe.",
         beside=Beside("norms_every_input", True, "not yet supported with experts or multi_latent_attention"))
     post_self_attn_layernorm: bool = setting(
@@ -277,13 +277,13 @@ class ModelConfig(Section):
         aliases="hidden_activation", fix="use a model with one of these: a model needs the activation it was made for",
         explicit_only=("relu2",))
     gated_linear_unit: bool = setting(
-        True, "The feed-forward layer multiplies its activation by a second projection. False: it has no such gate"
+        True, "The feed-forward layer multiplies its activation by a second projection. false: it has no such gate"
         " (Starcoder2).",
         beside=(Beside("experts", True, "not yet supported with experts", "use another model"),
                 Beside("has_silu", True, "not yet supported with hidden_act silu", "use another model")),
         explicit_only=(False,))
     mlp_names: Literal["up_proj", "c_fc"] = setting(
-        "up_proj", "gated_linear_unit False: the name of the first of the two matrices, as the class has it: up_proj,"
+        "up_proj", "gated_linear_unit false: the name of the first of the two matrices, as the class has it: up_proj,"
         " or c_fc (Starcoder2).")
     compute_dtype: Dtype | None = setting(
         None, "Dtype of matrix products. Default null: amp_level decides; without it float32, on an Ascend bfloat16.")
@@ -299,7 +299,7 @@ class ModelConfig(Section):
         "float32", "Accepted for compatibility: parameters are always float32.",
         aliases="param_init_dtype params_dtype")
     use_flash_attention: bool | None = setting(
-        None, "Fused attention where the device has it. Default null: on an Ascend True, elsewhere False.")
+        None, "Fused attention where the device has it. Default null: on an Ascend true, elsewhere false.")
     use_fused_rope: bool = setting(
         False, "Fused rotary embedding where the device has it.", aliases="apply_rope_fusion")
     use_fused_swiglu: bool = setting(False, "Fused SwiGLU where the device has it.", aliases="bias_swiglu_fusion")
@@ -317,11 +317,11 @@ class ModelConfig(Section):
         1, "Model chunks of each pipeline stage (virtual pipeline stages).", ge=1, le=LAYERS)
     use_contiguous_weight_layout_attention: bool = setting(
         False, "Layout of MindSpore Transformers' files that load_checkpoint reads: the rows of linear_qkv are all"
-        " queries, all keys, all values. Default False: one group for each key/value head.",
+        " queries, all keys, all values. Default false: one group for each key/value head.",
         aliases="use_contiguous_weight_layout")
     use_interleaved_weight_layout_mlp: bool = setting(
         True, "Layout of MindSpore Transformers' files that load_checkpoint reads: in linear_fc1 the rows of gate and"
-        " up take turns. False: all of gate, then all of up.")
+        " up take turns. false: all of gate, then all of up.")
     eos_token_id: TokenId | list[TokenId] | None = setting(
         None, "Token that ends a document. Default null: the tokenizer's.")
     bos_token_id: int | None = setting(

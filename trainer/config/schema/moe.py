@@ -19,7 +19,7 @@ class MoEConfig(Section):
         " micro-batch. Excess tokens are dropped in training. -1: no limit. Default null: no limit; with enable_sdrop"
         " 1.1.", aliases="moe_expert_capacity_factor")
     enable_sdrop: bool = setting(
-        False, "Drop tokens over capacity, by default in order of position. Default False: capacity_factor decides.")
+        False, "Drop tokens over capacity, by default in order of position. Default false: capacity_factor decides.")
     aux_loss_factor: float | None = setting(
         None, "Weight of the sum of the layers' auxiliary losses. Default null: that of router_aux_loss_coef, or 0.05.",
         ge=0, aliases="moe_aux_loss_coeff aux_loss_alpha")
@@ -86,8 +86,8 @@ class MoEConfig(Section):
     topk_bias_update_rate: float = setting(
         0.0, "Change of the expert bias in a step.", ge=0, aliases="moe_router_bias_update_rate")
     use_gmm: bool | None = setting(
-        None, "One grouped matrix product for all experts of a device; drops nothing. Default null: on an Ascend True"
-        " where no capacity is set, elsewhere False.", aliases="moe_grouped_gemm")
+        None, "One grouped matrix product for all experts of a device; drops nothing. Default null: on an Ascend true"
+        " where no capacity is set, elsewhere false.", aliases="moe_grouped_gemm")
     enable_gmm_safe_tokens: bool = setting(
         False, "Give every expert at least one token, so that no group of a grouped product is empty.")
     use_fused_ops_permute: bool = setting(
@@ -103,7 +103,7 @@ class MoEConfig(Section):
         None, "Tokens to drop beyond the capacity: the last of a micro-batch (position), or those with the lowest score"
         " (probability, or probs). Default null: probability; with enable_sdrop position.", aliases="drop_policy")
     output_router_logits: bool | None = setting(
-        None, "In Hugging Face, False switches the auxiliary loss off; here only aux_loss_factor does.")
+        None, "In Hugging Face, false switches the auxiliary loss off; here only aux_loss_factor does.")
     moe_token_dispatcher_type: Literal[
         "alltoall", "alltoall_deredundency", "alltoall_zero_redundancy", "allgather"
     ] = setting(

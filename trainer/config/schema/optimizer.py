@@ -55,7 +55,7 @@ class OptimizerConfig(Section):
         None, "Parameters without weight decay, unless weight_decay_include has them. A name is that of MindSpore"
         " Transformers (decoder.layers.0.self_attention.linear_qkv.weight), or Hugging Face's.")
     momentum: float = setting(0.0, "SGD, Muon: momentum. Default 0, of Muon 0.95.", ge=0, lt=1)
-    nesterov: bool = setting(False, "SGD, Muon: Nesterov momentum. Default False, of Muon True.")
+    nesterov: bool = setting(False, "SGD, Muon: Nesterov momentum. Default false, of Muon true.")
     ns_steps: int = setting(5, "Muon: Newton-Schulz steps that orthogonalise an update.", ge=1, le=_NS_STEPS)
     ns_coefficients: Coefficients = setting(
         _COEFFICIENTS, "Muon: coefficients [a, b, c] of all Newton-Schulz steps, or [[[a, b, c], steps], ...], which"
@@ -66,7 +66,7 @@ class OptimizerConfig(Section):
         " MindSpore Transformers. Default: embedding and head.")
     qk_clip_enabled: bool = setting(
         True, "Muon with latent attention (MLA): scales queries and keys of heads with a logit above the threshold."
-        " Default True, without latent attention False.")
+        " Default true, without latent attention false.")
     qk_clip_threshold: float = setting(100.0, "Attention logit above which QK-clip scales a head. Default 100.", gt=0)
     matched_adamw_rms: float | None = setting(
         0.2, "Muon: root mean square of an update, before the learning rate: AdamW's is about 0.2. Null: an orthogonal"

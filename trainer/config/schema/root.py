@@ -28,6 +28,7 @@ from trainer.config.schema.system import (
     SwapConfig,
     TensorboardConfig,
 )
+from trainer.errors import value_text
 
 _PROFILE_KEYS = {
     "start_step": "profile_start_step", "stop_step": "profile_stop_step", "output_path": "profile_output",
@@ -35,7 +36,7 @@ _PROFILE_KEYS = {
 """Keys of a ProfileMonitor that have another name at the top level."""
 _MODEL = "model.model_config"
 _DOTTED_KEY = re.compile(
-    r"(?<![\w./'\"-])((?=\w*[._])[a-z]\w*(?:\.\w+)*)(?:( = | is | )([Tt]rue|[Ff]alse|ON|OFF|-?[0-9.]+))?(?![\w/-]|\.\w)"
+    r"(?<![\w./'\"-])((?=\w*[._])[a-z]\w*(?:\.\w+)*)(?:( = | is | )(true|false|ON|OFF|-?[0-9.]+))?(?![\w/-]|\.\w)"
 )
 """A key in a text, and its value if that follows."""
 _CLASSES = (*FAMILIES, CLASSIFIER)
@@ -125,7 +126,7 @@ class ConfigSource:
                 key = f"{_MODEL}.{key}"  # texts leave this section out
             place = self.place(key)
             if place.value is not ... and value and not is_fix:
-                return f"{place.key}{separator}{place.value}"
+                return f"{place.key}{separator}{value_text(place.value)}"
             if place.key == key or (place.value is not ... and is_fix):
                 return match[0]
             return self.name(key) + separator + value
@@ -149,9 +150,9 @@ class Config(Section):
         "./output", "Folder for all files that a run writes; created if missing. Default ./output, also if empty.")
     run_mode: Literal["train", "finetune", "eval", "predict", "chat"] = setting("train", "What to do.")
     use_parallel: bool | None = setting(
-        None, "Run in parallel and use parallel_config. Default null: True in a job of several ranks, else False.")
+        None, "Run in parallel and use parallel_config. Default null: true in a job of several ranks, else false.")
     resume_training: bool | FilePath = setting(
-        False, "True: continue from the newest complete checkpoint; or the name of a step folder.")
+        False, "true: continue from the newest complete checkpoint; or the name of a step folder.")
     load_checkpoint: FilePath = setting(
         "", "Weights to start from: a checkpoint folder, also one of MindSpore Transformers, or a safetensors file."
         " Default empty: new weights.")
@@ -242,12 +243,12 @@ class Config(Section):
     use_skip_data_by_global_norm: bool = setting(
         False, "The name of runner_wrapper.use_skip_data_by_global_norm in older files.")
     check_for_nan_in_loss_and_grad: bool = setting(
-        False, "Stop at a loss that is not finite even if a loss scale would skip the step. Default False; without a"
+        False, "Stop at a loss that is not finite even if a loss scale would skip the step. Default false; without a"
         " loss scale such a run always stops.")
     adapter_id: FilePath | None = setting(
         None, "Low-rank adapters to start from: a folder with adapter_model.safetensors, as PEFT writes it, or the"
         " checkpoints of a training. Default null: new ones.")
-    recompute: bool = setting(False, "The name of recompute_config.recompute: True in older files.")
+    recompute: bool = setting(False, "The name of recompute_config.recompute: true in older files.")
 
     _source: ConfigSource = PrivateAttr(default_factory=ConfigSource)
     _teacher: "Config | None" = PrivateAttr(default=None)

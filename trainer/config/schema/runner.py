@@ -121,9 +121,9 @@ class RunnerWrapper(Section):
     scale_sense: Annotated[float, Field(gt=0)] | LossScaleSection = setting(
         1.0, "Loss scale: a number, or a section of a dynamic one. Default 1.0: off.")
     accumulate_allreduce_grads_in_fp32: bool = setting(
-        True, "Sum the gradients of matrices in float32; False: in compute_dtype bfloat16 (over ranks in float32).")
+        True, "Sum the gradients of matrices in float32; false: in compute_dtype bfloat16 (over ranks in float32).")
     local_norm: bool | list[str] = setting(
-        False, "Write the norm of each parameter's gradient to metrics.jsonl: True for all, or a list of names, parts"
+        False, "Write the norm of each parameter's gradient to metrics.jsonl: true for all, or a list of names, parts"
         " of names or patterns with * and ?, as in optimizer.weight_decay_include.")
     use_skip_data_by_global_norm: bool = setting(
         False, "Skip the update of a step whose gradient norm is above global_norm_spike_threshold.")

@@ -37,13 +37,13 @@ class ContextConfig(Section):
         None, "Ascend: precision_mode, op_precision_mode, matmul_allow_hf32, conv_allow_hf32, jit_compile,"
         " op_debug_option. Default null: MindSpore's.")
     affinity_cpu_list: bool | str | list[Any] | dict[str, Any] | None = setting(
-        None, "Ascend: bind MindSpore's threads to cores, True or which ones. Default null: not bound.")
+        None, "Ascend: bind MindSpore's threads to cores, true or which ones. Default null: not bound.")
     runtime_num_threads: int | None = setting(
-        None, "Ascend: threads of kernels on the host; 0: as null. Default null: MindSpore's 30.", ge=0, le=RANKS)
+        None, "Ascend: threads of kernels on the host. Default null, like 0: MindSpore's 30.", ge=0, le=RANKS)
     inter_op_parallel_num: int | None = setting(
-        None, "Ascend: threads that start operators; 0: as null. Default null: MindSpore's 5.", ge=0, le=RANKS)
+        None, "Ascend: threads that start operators. Default null, like 0: MindSpore's 5.", ge=0, le=RANKS)
     deterministic: Literal["ON", "OFF"] | None = setting(
-        None, "Ascend: the same bits each time, which a CPU always gives. Default null: OFF.")
+        None, "Ascend: ON gives the same bits in each run, as a CPU always does. Default null: OFF.")
     exec_order: str | None = setting(None, "Ascend: order of operators, bfs or dfs. Default null: MindSpore's bfs.")
     pynative_synchronize: bool = setting(False, "Ascend: wait after each operator.")
 
@@ -60,7 +60,7 @@ class ParallelOptimizerConfig(Section):
         "level1", "ZeRO stage: level1 shards optimizer state, level2 also gradients, level3 also weights, which are"
         " gathered for each use. Semi-automatic mode shards weights from level1 on; with level3 its backward pass"
         " gathers them again.")
-    gradient_accumulation_shard: bool = setting(False, "As optimizer_level level2, its older name.")
+    gradient_accumulation_shard: bool = setting(False, "Older name of optimizer_level level2.")
 
 
 class PipelineConfig(Section):
@@ -91,12 +91,12 @@ class ParallelSection(Section):
     """Parallel mode and its settings (YAML ``parallel``)."""
 
     parallel_mode: Literal[0, 1, 2, 3] | _Mode = setting(
-        0, "0, data_parallel or MANUAL_PARALLEL; with several ranks 1 is MindSpore's semi-automatic mode (Ascend only),"
-        " 2 automatic and 3 hybrid are not yet supported.")
+        0, "0, data_parallel or MANUAL_PARALLEL: explicit mode. 1, on several ranks: MindSpore's semi-automatic mode"
+        " (Ascend only). 2 (automatic) and 3 (hybrid) are not yet supported.")
     parallel_fallback: Literal["explicit"] | None = setting(
         None, "explicit: explicit mode instead of semi-automatic mode. Default null: none.")
     full_batch: bool = setting(
-        True, "Semi-automatic mode: a rank passes MindSpore the global batch; False: only its sequences.")
+        True, "Semi-automatic mode: a rank passes MindSpore the global batch; false: only its sequences.")
     enable_parallel_optimizer: bool = setting(
         False, "Shard the optimizer state over the data-parallel ranks (ZeRO); optimizer_level selects the stage.")
     parallel_optimizer_config: ParallelOptimizerConfig = section(
@@ -109,7 +109,7 @@ class ParallelSection(Section):
 
 
 class ParallelConfig(Section):
-    """Degrees of parallelism (YAML ``parallel_config``); with use_parallel False they are not used."""
+    """Degrees of parallelism (YAML ``parallel_config``); not used where use_parallel is false."""
 
     data_parallel: int | None = setting(
         None, "Data-parallel degree: replicas of the model. Default null: the ranks divided by the other degrees.",
@@ -141,19 +141,20 @@ class RecomputeConfig(Section):
     """Trade time for activation memory (YAML ``recompute_config``)."""
 
     recompute: _Layers = setting(
-        False, "Blocks to compute again in the backward pass instead of keeping their activations: True for all, an"
+        False, "Blocks to compute again in the backward pass instead of keeping their activations: true for all, an"
         " integer for so many from the first, or a list of layers and ranges such as [0, 4-7].")
     select_recompute: _Layers | dict[str, _Layers] = setting(
         False, "Sublayers of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular"
-        " expressions, or each with its layers; True for mlp.")
+        " expressions, or each with its layers; true for mlp.")
     select_recompute_exclude: _Layers | dict[str, _Layers] = setting(
-        False, "Sublayers to except: written like select_recompute; True for both.")
+        False, "Sublayers to except: written like select_recompute; true for both.")
     select_comm_recompute: _Layers | dict[str, _Layers] = setting(
         False, "Semi-automatic mode with use_seq_parallel: layers that gather the tokens before a product again in the"
         " backward pass, written like recompute.")
     mp_comm_recompute: bool = setting(
         True, "Semi-automatic mode: recomputation also repeats the communication of model_parallel.")
-    parallel_optimizer_comm_recompute: bool = setting(False, "With recomputation: as optimizer_level level3.")
+    parallel_optimizer_comm_recompute: bool = setting(
+        False, "With recomputation: the same as optimizer_level level3.")
     recompute_slice_activation: bool = setting(
         False, "Semi-automatic mode: the ranks of model_parallel shard the tensors that recomputation keeps.")
 
@@ -185,7 +186,7 @@ class MonitorConfig(Section):
     target: list[str] | None = setting(
         None, "Regular expressions for the parameters that local_norm_format and optimizer_state_format record, found"
         " anywhere in their names, which are Hugging Face's or MindSpore Transformers'. Default null: all.")
-    invert: bool = setting(False, "The parameters that target does not name.")
+    invert: bool = setting(False, "Record the parameters that target does not name, instead of those that it names.")
     local_norm_format: Outlet | list[Outlet] | None = setting(
         None, "Where the norm of each parameter's gradient goes: log, tensorboard or both. Default null: nowhere.")
     optimizer_state_format: Outlet | list[Outlet] | None = setting(
@@ -223,14 +224,14 @@ class HardwareConfig(Section):
     """Rates and links of a device, for estimates of the time of a step by `plan --search` (YAML ``hardware``)."""
 
     peak_tflops: float | None = _rate("Peak of matrix products, TFLOP/s of a rank", gt=0)
-    products: float | None = _rate("Share of the peak that products with matrices reach", gt=0, le=1)
+    products: float | None = _rate("Share of the peak that matrix products reach", gt=0, le=1)
     experts: float | None = _rate("Share of the peak that grouped products of experts reach", gt=0, le=1)
     attention: float | None = _rate("Share of the peak that attention reaches", gt=0, le=1)
     memory_gbps: float | None = _rate("Bandwidth of a rank's memory, GB/s", gt=0)
     layer_overhead: float | None = _rate("Microseconds that a pass of a layer takes beside its operators", ge=0)
     ranks_per_node: int | None = setting(
         None, "Ranks of a node. Default null: --local_ranks, or that of docs/search.md.", ge=1, le=RANKS)
-    node_gbps: float | None = _rate("What a rank sends to others of its node, GB/s", gt=0)
+    node_gbps: float | None = _rate("Rate at which a rank sends to others of its node, GB/s", gt=0)
     node_latency: float | None = _rate("Microseconds of a collective in a node", ge=0)
-    network_gbps: float | None = _rate("What a rank sends to other nodes, GB/s", gt=0)
+    network_gbps: float | None = _rate("Rate at which a rank sends to other nodes, GB/s", gt=0)
     network_latency: float | None = _rate("Microseconds of a collective between nodes", ge=0)

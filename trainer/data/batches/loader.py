@@ -95,7 +95,7 @@ def _loader(
         if ranks[1] > 1:
             batch += f" x {ranks[1]} ranks"
         key = "runner_config.batch_size"
-        fix = f"set a smaller one, or {section}.drop_remainder to False"
+        fix = f"set a smaller one, or {section}.drop_remainder to false"
         count = f"{dataset.num_sequences:,} {config.network.sequences_text}"
         rule = f"the data set has {count}, fewer than one global batch ({batch})"
         raise UserError(rule, where=config.source.where(key), key=key, value=size, fix=fix)
@@ -162,7 +162,7 @@ class BatchLoader:
             if self.ranks > 1:
                 of_ranks = f" for each of {self.ranks} ranks"
             rule = f"{self.dataset.num_sequences} sequences do not fill one batch{of_ranks}"
-            fix = "set a smaller batch_size, or drop_remainder to False"
+            fix = "set a smaller batch_size, or drop_remainder to false"
             raise UserError(rule, key="batch_size", value=self.batch_size, fix=fix)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[AnyBatch, None, None]:

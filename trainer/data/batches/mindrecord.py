@@ -141,7 +141,7 @@ class MindRecordDataset(SequenceDataset):
             elif role == _MASK and not reading.mask_is_starts and not np.isin(array, (0, 1)).all():
                 rule = f"{name} of row {number} has other numbers than 0 and 1"
             if rule:
-                fix = "make the file again; a mask of where documents begin needs model_config.eod_reset: True"
+                fix = "make the file again; a mask of where documents begin needs model_config.eod_reset: true"
                 raise RunError(rule, where=str(file.path), fix=fix)
         return arrays
 

@@ -237,8 +237,8 @@ def _check(config: Config, section: str) -> None:
         raise data_error(config, f"{prefix}.pad", rule, "write -1, which is what Megatron-LM takes then")
     made = settings.create_attention_mask or settings.create_compressed_eod_mask
     if settings.reset_attention_mask and not made:
-        rule = "it changes a mask that create_attention_mask: False does not make, and would have no effect"
-        fix = "set create_attention_mask or create_compressed_eod_mask to True, or this to False"
+        rule = "it changes a mask that create_attention_mask: false does not make, and would have no effect"
+        fix = "set create_attention_mask or create_compressed_eod_mask to true, or this to false"
         raise data_error(config, f"{prefix}.reset_attention_mask", rule, fix)
     if getattr(config, section).held_out:
         fix = "write an eval_dataset, and set data_loader.config.split"

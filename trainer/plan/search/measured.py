@@ -16,9 +16,8 @@ import yaml
 
 from trainer.config.checks.parallel import fit_problems, resolve_for_job
 from trainer.config.device_defaults import apply_device_defaults
-from trainer.config.read.dump import value_text
 from trainer.config.read.loader import load_config
-from trainer.errors import UserError
+from trainer.errors import UserError, value_text
 from trainer.input_files import read_bytes
 from trainer.parallel.world import world_of
 from trainer.plan.memory import decoder_facts, memory_estimate

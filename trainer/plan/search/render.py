@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.read.dump import flatten, plain_values, value_text
+from trainer.config.read.dump import flatten, plain_values
+from trainer.errors import value_text
 from trainer.parallel.schedule import SEQUENCE_PIPELINES
 from trainer.plan.search.alternatives import lost_alternatives
 from trainer.plan.search.layouts import SCHEDULE

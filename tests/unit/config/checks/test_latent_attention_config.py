@@ -81,7 +81,7 @@ def test_a_size_of_latent_attention_without_a_class_is_deepseek_v3() -> None:
     assert "model_config.v_head_dim 192 (a.yaml:1): only latent attention has it, that of DeepSeek-V3" in notes(text)
     for other in ("multi_latent_attention: False", "model_type: llama"):
         message = error_of(f"model_config: {{num_layers: 4, v_head_dim: 192, {other}}}\n")
-        assert "v_head_dim = 192: requires multi_latent_attention: True" in message
+        assert "v_head_dim = 192: requires multi_latent_attention: true" in message
 
 
 def test_megatrons_names_and_transformers_sum() -> None:
@@ -155,7 +155,7 @@ def test_a_published_config_json(tmp_path: Path) -> None:
         (dense(post_self_attn_layernorm=True), ["post_self_attn_layernorm = true", "not yet supported"]),
         (dense(pet_config={"target_modules": ".*q_b_proj|.*k_proj|.*wv"}), ["that matches .*k_proj, .*wv", "kv_b"]),
         (dense(pet_config={"target_modules": ".*key"}), ["matches none", "kv_a_proj_with_mqa"]),
-        (dense(multi_latent_attention=False), ["q_lora_rank = 12", "requires multi_latent_attention: True"]),
+        (dense(multi_latent_attention=False), ["q_lora_rank = 12", "requires multi_latent_attention: true"]),
         (dense(q_lora_rank=0), ["q_lora_rank = 0", "at least 1"]),
         (
             deepseek("num_layers: 4", "optimizer: {type: Muon, qk_clip_threshold: 9.0}\nfreeze: {layers: 0}\n"),

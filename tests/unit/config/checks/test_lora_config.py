@@ -239,7 +239,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         ({"base_dtype": "int4"},
          ["base_dtype = 'int4': must be float32, bfloat16, int8 or nf4", "Fix: write float32 (4 bytes a number"]),
         ({"base_dtype": 4}, ["base_dtype = 4: must be float32", "int8 (1.06) or nf4 (0.52)"]),
-        ({"init_lora_weights": False}, ["init_lora_weights = false", "must be True, pissa, pissa_niter_N"]),
+        ({"init_lora_weights": False}, ["init_lora_weights = false", "must be true, pissa, pissa_niter_N"]),
         ({"init_lora_weights": "pissa_niter_0"}, ["init_lora_weights = 'pissa_niter_0'", "N from 1 to 99"]),
         ({"init_lora_weights": "olora", "lora_b_std": 0.1}, ["lora_b_std = 0.1", "init_lora_weights olora"]),
         ({"init_lora_weights": "pissa", "lora_rank": 65}, ["lora_rank = 65", "rank 64 at most", "write at most 64"]),

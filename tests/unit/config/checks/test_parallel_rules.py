@@ -43,7 +43,7 @@ def test_a_file_without_a_word_about_ranks_runs_on_any_number() -> None:
         preflight(config, world)
         assert parallel_degrees(config, world) == Degrees(data_parallel=world.size)
     assert config_notes(config) == []
-    assert config_notes(config, EIGHT) == ["use_parallel: not set; it is True, because the job has 8 ranks"]
+    assert config_notes(config, EIGHT) == ["use_parallel: not set; it is true, because the job has 8 ranks"]
     assert "data_parallel" not in dump_config(config)
 
 
@@ -130,7 +130,7 @@ def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) ->
     ("text", "parts"),
     [
         ("use_parallel: True\nparallel_config: {data_parallel: 8}\n", ["needs 8 ranks, but the job has 1",
-         "launch --nproc 8`, or set data_parallel 1; to run one process, add --use_parallel False"]),
+         "launch --nproc 8`, or set data_parallel 1; to run one process, add --use_parallel false"]),
         ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n",
          ["pipeline_stage 2 needs 2 ranks"]),
     ],
@@ -146,10 +146,10 @@ def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[
         ("parallel_config: {data_parallel: 8, model_parallel: 2}\n",
          "parallel_config.data_parallel 8, parallel_config.model_parallel 2: not used"),
         ("parallel_config: {data_parallel: 8}\n", "the run has one device: start several with `launch --nproc`"),
-        ("use_parallel: False\nparallel_config: {data_parallel: 8}\n", "the run has one device: use_parallel is False"),
+        ("use_parallel: false\nparallel_config: {data_parallel: 8}\n", "the run has one device: use_parallel is false"),
         ("use_parallel: True\n", "the job has one rank; `run_trainer.py launch --nproc 8` starts eight"),
         ("parallel: {parallel_mode: 1, enable_parallel_optimizer: True}\n",
-         "parallel.parallel_mode 1, parallel.enable_parallel_optimizer True: not used, the run has one"),
+         "parallel.parallel_mode 1, parallel.enable_parallel_optimizer true: not used, the run has one"),
     ],
 )  # fmt: skip
 def test_what_does_not_count_alone_is_told(text: str, note: str) -> None:
@@ -263,7 +263,7 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {model_parallel: 2}\nparallel.parallel_optimizer_config.optimizer_weight_shard_size=3",
          ["optimizer_weight_shard_size = 3: must divide data_parallel 4"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.pp_interleave_num=2",
-         ["pp_interleave_num = 2: needs an interleaved", "parallel.pipeline_config.pipeline_interleave True"]),
+         ["pp_interleave_num = 2: needs an interleaved", "parallel.pipeline_config.pipeline_interleave true"]),
         ("parallel_config: {data_parallel: 3}\n", ["data_parallel 3 needs 3 ranks, but the job has 8"]),
         ("parallel_config: {context_parallel: 2}\n", ["context_parallel = 2: semi-automatic mode does not support"]),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
@@ -362,14 +362,14 @@ def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
     assert "gradient_accumulation_steps 4: no effect in a pipeline" in notes
     assert "micro_batch_num 4 sets the micro-batches" in notes
     graph_alone = "parallel_config: {use_seq_parallel: True}\nrecompute_config: {mp_comm_recompute: False}\n"
-    said = "recompute_config.mp_comm_recompute False: not used, only semi"
+    said = "recompute_config.mp_comm_recompute false: not used, only semi"
     assert said in told(graph_alone, EIGHT) and said not in told("parallel: {parallel_mode: 1}\n" + graph_alone, EIGHT)
     sharing = "parallel: {parallel_mode: 1, parallel_optimizer_config: {optimizer_level: level2}, "
     order, sequence = "pipeline_config: {pipeline_interleave: True}", "parallel_config: {use_seq_parallel: True}\n"
     notes = told(f"{sharing}{order}}}\n{sequence}")
-    assert "optimizer_config.optimizer_level: not used, parallel.enable_parallel_optimizer is False" in notes
-    assert "pipeline_interleave True: not used, parallel_config.pipeline_stage is 1" in notes
-    assert "use_seq_parallel True: not used, parallel_config.model_parallel is 1" in notes
+    assert "optimizer_config.optimizer_level: not used, parallel.enable_parallel_optimizer is false" in notes
+    assert "pipeline_interleave true: not used, parallel_config.pipeline_stage is 1" in notes
+    assert "use_seq_parallel true: not used, parallel_config.model_parallel is 1" in notes
     degrees = "parallel_config: {pipeline_stage: 2, micro_batch_num: 2, model_parallel: 2, use_seq_parallel: True}\n"
     assert "not used" not in told(f"{sharing}enable_parallel_optimizer: True, {order}}}\n{degrees}")
     differs = load(BASE + pipeline + "runner_config: {gradient_accumulation_steps: 8}\n")
@@ -379,7 +379,7 @@ def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
     notes = told(alone, EIGHT)
     assert "micro_batch_num 4: no effect without a pipeline" in notes and "context.mode 1: no effect" in notes
     assert "full_batch" not in told("parallel: {parallel_mode: 1, full_batch: False}\n", EIGHT)
-    assert "full_batch False: not used" in told("parallel: {full_batch: False}\n", EIGHT)
+    assert "full_batch false: not used" in told("parallel: {full_batch: false}\n", EIGHT)
     one = told("use_parallel: True\nparallel: {parallel_mode: 1}\n", SINGLE_PROCESS)
     assert "parallel_mode" not in one and "the job has one rank" in one
 
