@@ -38,17 +38,16 @@ class AllToAllDispatcher:
 
     def __call__(self, y_ND: Tensor, gates_Nk: Tensor, routing: Routing, compute: Compute) -> Tensor:
         """Returns the weighted sum of its experts' results for each token, [N, D]; `routing` contains tensors."""
-        row_Nk = routing[1]
-        token_R = routing[2]
-        counts_E = routing[3]
+        _, row_Nk, token_R, counts_E, *_ = routing  # by place: a device routes to a tuple without names
         rows_RD = self.permute(y_ND, token_R, row_Nk)
         counts_Se, received_counts_Se = exchange_counts(counts_E, self.group)
         send_S = counts_Se.sum(1)
         receive_S = received_counts_Se.sum(1)
-        rows = None
-        if not receive_S.any():
-            received_counts_Se[0, 0] = rows = 1  # one row of zeros: an Ascend's operators need at least one row
-        rows_QD = _TokenAllToAll(self.group, send_S, receive_S, rows)(rows_RD)
+        fill_to = None
+        if not receive_S.any():  # one row of zeros for this rank's first expert: an Ascend's operators need a row
+            fill_to = 1
+            received_counts_Se[0, 0] = 1
+        rows_QD = _TokenAllToAll(self.group, send_S, receive_S, fill_to)(rows_RD)
         ones_Q1 = Tensor.from_numpy(np.ones((rows_QD.shape[0], 1), np.float32))
         out_QD = compute(rows_QD, ones_Q1, Routing(*map(Tensor.from_numpy, route_received_rows(received_counts_Se))))
         out_RD = _TokenAllToAll(self.group, receive_S, send_S, rows_RD.shape[0])(out_QD)
@@ -58,18 +57,20 @@ class AllToAllDispatcher:
 class _TokenAllToAll(nn.Cell):
     """Sends `send_S` rows to each rank and receives `receive_S` rows from each; the backward pass sends gradients back.
 
-    Rows that are not sent get zero gradients. With `rows`, the result is filled up with zeros to that number of rows.
+    Rows that are not sent get zero gradients. With `fill_to`, zeros fill the result up to that number of rows.
     """
 
-    def __init__(self, group: DeviceGroup, send_S: np.ndarray, receive_S: np.ndarray, rows: int | None = None) -> None:
+    def __init__(
+        self, group: DeviceGroup, send_S: np.ndarray, receive_S: np.ndarray, fill_to: int | None = None
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.group = group
         self.send_S = send_S
         self.receive_S = receive_S
-        self.rows = rows
+        self.fill_to = fill_to
 
     def construct(self, rows_RD: Tensor) -> Tensor:
-        return exchange_rows(rows_RD, self.send_S, self.receive_S, self.group, self.rows)
+        return exchange_rows(rows_RD, self.send_S, self.receive_S, self.group, self.fill_to)
 
     def bprop(self, rows_RD: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor]:
         return (exchange_rows(grad, self.receive_S, self.send_S, self.group, rows_RD.shape[0]),)

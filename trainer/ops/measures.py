@@ -27,13 +27,14 @@ def metric_functions() -> ModuleType:
 def read_together(values: Sequence[Tensor | np.ndarray | float]) -> list[np.ndarray]:
     """Returns the values as arrays on the host. Tensors are copied as one float32 tensor: the host waits only once."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    if tensors:
-        packed = ops.concat([tensor.reshape(-1).astype(mstype.float32) for tensor in tensors]).asnumpy()
-        pieces = iter(np.split(packed, np.cumsum([tensor.size for tensor in tensors])[:-1]))
+    if not tensors:
+        return [np.asarray(value) for value in values]
+    packed = ops.concat([tensor.reshape(-1).astype(mstype.float32) for tensor in tensors]).asnumpy()
+    copies = iter(np.split(packed, np.cumsum([tensor.size for tensor in tensors])[:-1]))
     arrays = []
     for value in values:
         if isinstance(value, Tensor):
-            arrays.append(next(pieces).reshape(value.shape))
+            arrays.append(next(copies).reshape(value.shape))
         else:
             arrays.append(np.asarray(value))
     return arrays

@@ -1,4 +1,4 @@
-"""Builds the optimizer that `optimizer.type` names: AdamW, SGD or Muon."""
+"""Builds the optimizer that `optimizer.type` names: AdamW, PmaAdamW (AdamW whose weights are averaged), SGD or Muon."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build_optimizer(
     compiled: bool = True, shards: Mapping[str, OptimizerShard] | None = None,
     parts: TensorShardedMatrices | None = None,
 ) -> Optimizer:  # fmt: skip
-    """Builds the optimizer that `settings.type` names.
+    """Returns the optimizer that `settings.type` names; PmaAdamW is AdamW; `trainer.optim.averages` averages it.
 
     Args:
         groups: The result of `parameter_groups` for this optimizer.

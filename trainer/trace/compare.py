@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.trace.bounds import UNIT_ROUNDOFFS, Rounding
-from trainer.trace.folder import Trace, Union, layer_of, position, right_keys, unite
+from trainer.trace.folder import JoinedTensor, Trace, join_pieces, layer_of, position, right_keys
 from trainer.trace.record import Key, Piece
 from trainer.trace.sketch import Summary, as_numbers, cell_bounds, deviation, join_summaries
 
@@ -226,28 +226,28 @@ class _Comparer:
         """Returns whether the right trace has a tensor, or all sequences of a batch of it."""
         return all(part in self.right.pieces for part in right_keys(key, self.right))
 
-    def _right_union(self, key: Key) -> Union:
-        unions = [unite(self.right.pieces[part]) for part in right_keys(key, self.right)]
-        if len(unions) == 1:
-            return unions[0]
-        joined = join_summaries([union.summary for union in unions])
-        shape = sum(union.shape[0] for union in unions), unions[0].shape[1]
+    def _right_tensor(self, key: Key) -> JoinedTensor:
+        tensors = [join_pieces(self.right.pieces[part]) for part in right_keys(key, self.right)]
+        if len(tensors) == 1:
+            return tensors[0]
+        joined = join_summaries([tensor.summary for tensor in tensors])
+        shape = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         if key.kind == "loss":  # the sum over the tokens of a micro-batch
-            total = sum(union.summary.mean for union in unions)
+            total = sum(tensor.summary.mean for tensor in tensors)
             joined = Summary(1, total, total, total, abs(total))
-            shape = unions[0].shape
-        scales = [union.scale for union in unions if union.scale is not None]
+            shape = tensors[0].shape
+        scales = [tensor.scale for tensor in tensors if tensor.scale is not None]
         scale = None
         if scales:
             scale = math.hypot(*scales)
-        is_complete = all(union.is_complete for union in unions)
-        return Union(shape, replace(joined, sketch=None), [], is_complete, scale)
+        is_complete = all(tensor.is_complete for tensor in tensors)
+        return JoinedTensor(shape, replace(joined, sketch=None), [], is_complete, scale)
 
     def compare(self, key: Key) -> Row:
         """Compares a tensor."""
-        right = self._right_union(key)
+        right = self._right_tensor(key)
         pieces = self.other.pieces[key]
-        other = unite(pieces)
+        other = join_pieces(pieces)
         layer = layer_of(key.name)
         holders = tuple(sorted({piece.rank for piece in pieces}))
         bound = self._bound(key, layer, right, pieces)
@@ -283,7 +283,7 @@ class _Comparer:
             key, layer, measured, bound, ranks, holders, by_statistics=by_statistics, largest=largest
         )
 
-    def _bound(self, key: Key, layer: int | None, right: Union, pieces: Sequence[Piece]) -> float:
+    def _bound(self, key: Key, layer: int | None, right: JoinedTensor, pieces: Sequence[Piece]) -> float:
         dtypes = [piece.dtype for piece in (*right.distinct, *pieces)]
         stored = max(dtypes, key=lambda name: UNIT_ROUNDOFFS.get(name, 0.0))
         bound = self.rounding.bound(key, layer, stored, right.summary, right.scale)
@@ -317,14 +317,14 @@ class _Comparer:
             layer = layer_of(key.name)
             if key.kind != "choice" or layer is None or key not in self.right.pieces:
                 continue
-            right = unite(self.right.pieces[key])
-            other = unite(pieces)
+            right = join_pieces(self.right.pieces[key])
+            other = join_pieces(pieces)
             if right.is_complete and other.is_complete:
                 share = _flip_share(right.distinct, other.distinct)
                 flipped[key.step, layer, key.sequence] = min(share, self._flip_bound(key, layer, right))
         return flipped
 
-    def _flip_bound(self, key: Key, layer: int | None, right: Union) -> float:
+    def _flip_bound(self, key: Key, layer: int | None, right: JoinedTensor) -> float:
         tokens, choices = right.distinct[0].place.shape
         rounding = self.rounding.bound(key, layer, "float32", right.summary)
         return min(0.5, _FEW_TOKENS / tokens + _FLIPS / 6 * choices * rounding)
@@ -353,7 +353,7 @@ def _shape_text(shape: tuple[int, int]) -> str:
     return f"[{shape[0]}, {shape[1]}]"
 
 
-def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece], other: Union) -> dict[int, float]:
+def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece], other: JoinedTensor) -> dict[int, float]:
     """Returns how much the numbers of each rank differ; a rank whose numbers cannot be told apart is missing."""
     by_rank: dict[int, float] = {}
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""A trace as one value: the pieces of all ranks by tensor, and their union."""
+"""Reads the folder of a trace: the pieces that ranks recorded of each tensor, and the tensor joined from them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.models.spec.names import GATED_MLP, POST_ATTENTION_NORM, POST_MLP_NORM, UNGATED_MLPS
+from trainer.trace.names import EMBEDDED
 from trainer.trace.record import RANK_FILE, Key, Piece, rank_folders, read_manifest, read_pieces
 from trainer.trace.sketch import Place, Summary, join_summaries
 
@@ -24,8 +25,8 @@ class Trace:
     """The records of all ranks of a run.
 
     Attributes:
-        facts: What was run, see `trainer.trace.run.manifest`; of a dump, what is known.
-        pieces: By tensor.
+        facts: What was run, see `trainer.trace.run.manifest`; for a dump of msprobe only what the dump says.
+        pieces: What each rank recorded, by tensor.
         coordinates: The place of each rank in the mesh.
         micro_batches: The sequences of each micro-batch, by rank and step.
         lost: Sentences about ranks whose records are missing or end early, by rank.
@@ -46,13 +47,13 @@ class Trace:
             self.pieces.setdefault(piece.key, []).append(piece)
 
 
-class Union(NamedTuple):
-    """A tensor from the pieces of all ranks.
+class JoinedTensor(NamedTuple):
+    """A tensor, joined from the pieces of all ranks.
 
     Attributes:
         shape: Rows and columns of the unsharded tensor, see `Place`.
-        distinct: One piece for each place.
-        is_complete: Whether they have all numbers, each once.
+        distinct: One piece for each place: replicas record the same numbers at the same place.
+        is_complete: Whether these pieces contain each number of the tensor exactly once.
     """
 
     shape: tuple[int, int]
@@ -108,12 +109,13 @@ def _damaged(path: Path, where: str) -> UserError:
     return UserError("is damaged", where=where, value=str(path), fix="record the trace again")
 
 
-def unite(pieces: Sequence[Piece]) -> Union:
+def join_pieces(pieces: Sequence[Piece]) -> JoinedTensor:
     """Joins the pieces of a tensor; of ranks that have the same numbers, the first counts."""
     by_place: dict[Place, Piece] = {}
     for piece in pieces:
         by_place.setdefault(piece.place, piece)
-    distinct = [piece for piece in by_place.values() if piece.place.is_whole][:1] or list(by_place.values())
+    complete = [piece for piece in by_place.values() if piece.place.is_whole]
+    distinct = complete[:1] or list(by_place.values())
     summary = join_summaries([piece.summary for piece in distinct])
     rows, columns = distinct[0].place.shape
     is_complete = summary.size == rows * columns
@@ -121,11 +123,15 @@ def unite(pieces: Sequence[Piece]) -> Union:
     scale = None
     if scales:
         scale = float(np.sqrt(np.sum(np.square(scales))))
-    return Union(distinct[0].place.shape, summary, distinct, is_complete, scale)
+    return JoinedTensor(distinct[0].place.shape, summary, distinct, is_complete, scale)
 
 
 def right_keys(key: Key, right: Trace) -> list[Key]:
-    """Returns the tensors of the right trace that a tensor is compared with: itself, or that of each sequence."""
+    """Returns the tensors of the right trace that a tensor of another trace is compared with.
+
+    A tensor of several sequences, whose key has "a+b", is compared with those of each sequence if the right trace has
+    them one by one.
+    """
     if key in right.pieces:
         return [key]
     return [key._replace(sequence=sequence) for sequence in key.sequence.split("+")]
@@ -143,7 +149,11 @@ _ATTENTION_NORM = POST_ATTENTION_NORM.removesuffix(".weight")
 _INNER = tuple(name for names in (GATED_MLP, *UNGATED_MLPS.values()) for name in names[:-1])
 _FORWARD = ("self_attn.o_proj.input", "self_attn", _ATTENTION_NORM, "mlp.gate", *_INNER, "mlp",
             POST_MLP_NORM.removesuffix(".weight"))  # fmt: skip
-_PHASES = {"weight": 0, "activation": 1, "choice": 1, "loss": 2, "activation gradient": 3, "gradient": 3, "norm": 4}
+_BACKWARD = 3
+_PHASES = {
+    "weight": 0, "activation": 1, "choice": 1, "loss": 2,
+    "activation gradient": _BACKWARD, "gradient": _BACKWARD, "norm": 4,
+}  # fmt: skip
 _BEHIND = 1 << 30
 
 
@@ -153,27 +163,19 @@ def position(key: Key) -> tuple[int, int, int, int, str]:
     Gradients go from the last layer to the first. The gradient of a sublayer's output comes before those of its
     weights.
     """
-    layer = layer_of(key.name)
     match = _LAYER.match(key.name)
-    rest = ""
+    layer = _BEHIND  # the final norm and the head
+    part = ""
     if match is not None:
-        rest = match[2] or ""
+        layer = int(match[1])
+        part = match[2] or ""
+    elif key.name == EMBEDDED or key.name.startswith(f"{EMBEDDED}."):
+        layer = -1
     phase = _PHASES[key.kind]
-    if phase == 3:
-        is_first = key.name.startswith("model.embed_tokens")
-        at = -_BEHIND
-        if is_first:
-            at = _BEHIND
-        elif layer is not None:
-            at = -layer
-        in_attention = rest.startswith(("self_attn", "input_layernorm", _ATTENTION_NORM))
-        return key.step, phase, at, 2 * in_attention + (key.kind == "gradient"), key.name
-    at = -1
-    if layer is not None:
-        at = layer
-    elif key.name != "model.embed_tokens" and not key.name.startswith("model.embed_tokens."):
-        at = _BEHIND
+    if phase == _BACKWARD:
+        in_attention = part.startswith(("self_attn", "input_layernorm", _ATTENTION_NORM))
+        return key.step, phase, -layer, 2 * in_attention + (key.kind == "gradient"), key.name
     place = len(_FORWARD)
-    if rest in _FORWARD:
-        place = _FORWARD.index(rest)
-    return key.step, phase, at, place, key.name
+    if part in _FORWARD:
+        place = _FORWARD.index(part)
+    return key.step, phase, layer, place, key.name

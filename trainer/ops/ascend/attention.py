@@ -29,7 +29,7 @@ _COMPRESSED = 2048
 """The side of a compressed mask, for any number of tokens."""
 _MOST_DOCUMENTS = 1024
 """The maximum number of documents of a micro-batch that the operator takes."""
-_GIVEN = 0
+_FULL_MASK = 0
 _CAUSAL = 2
 _CAUSAL_OF_DOCUMENTS = 3
 _BAND = 4

@@ -20,13 +20,15 @@ from mindspore.ops.auto_generate import SliceExt
 
 from trainer.data.batches.context import ContextShard
 
-_GIVEN = 0
-_CAUSAL_AT_THE_END = 3
-"""Values of sparse_mode: the full mask is passed; compressed causal mask whose last query is at the last key."""
+_FULL_MASK = 0
+_CAUSAL_LOWER_RIGHT = 3
+"""Values of sparse_mode: the whole mask is passed; a compressed causal mask, whose last query is at the last key."""
 
 
 class GatheredAttention(nn.Cell):
     """(q_NC, k_NK, v_NK, mask, late_mask, None for dropout) -> [N, C]; values are as wide as keys.
+
+    The masks are those of the queries of this rank's first and second chunk of a sequence.
 
     Args:
         length: T.
@@ -49,6 +51,7 @@ class GatheredAttention(nn.Cell):
         self.ranks = shard.ranks
         self.local_length = length // shard.ranks
         self.half = self.local_length // 2
+        # Rank r sends chunks r and 2 R - 1 - r of each sequence; they arrive at the places 2 r and 2 r + 1.
         chunks = range(2 * self.ranks)
         order = [2 * chunk if chunk < self.ranks else 4 * self.ranks - 1 - 2 * chunk for chunk in chunks]
         self.order = Tensor(np.array(order, np.int32))
@@ -60,7 +63,7 @@ class GatheredAttention(nn.Cell):
         """Gathers keys and values of all ranks, and attends with this rank's two chunks of queries."""
         width = k_NK.shape[1]
         kv = self.gather(ops.concat((k_NK.astype(self.dtype), v_NK.astype(self.dtype)), -1))
-        # Rank r has chunks r and 2 R - 1 - r. The result is [B, T, 2 K] in the order of the sequence.
+        # The result is [B, T, 2 K] in the order of the sequence.
         kv = mint.transpose(kv.reshape(self.ranks, -1, 2, self.half * 2 * width), 0, 1)
         kv = mint.index_select(kv.reshape(kv.shape[0], 2 * self.ranks, -1), 1, self.order)
         kv = kv.reshape(kv.shape[0], -1, 2 * width)
@@ -81,5 +84,5 @@ class GatheredAttention(nn.Cell):
         return ops.flash_attention_score(
             q, self.copy_slice(kv, 2, 0, width), self.copy_slice(kv, 2, width, 2 * width), self.heads, attn_mask=mask,
             scalar_value=self.scale, input_layout="BSH",
-            sparse_mode=_CAUSAL_AT_THE_END if mask.ndim == 2 else _GIVEN,
+            sparse_mode=_CAUSAL_LOWER_RIGHT if mask.ndim == 2 else _FULL_MASK,
         )  # fmt: skip

@@ -45,6 +45,7 @@ def squares(gradients: Sequence[Tensor]) -> Tensor:
 def square_sums(squares_P: Tensor, groups: Sequence[Sequence[int]], include_squares: bool) -> Tensor:
     """Sums `squares` over all gradients and over groups, as described for a CPU."""
     number = squares_P.shape[0]
+    # P for gradient 0, 1 for the last: the largest of those that are not finite names the first of them.
     from_end_P = Tensor(np.arange(number, 0, -1, dtype=np.float32))
     nonfinite = mint.max(mint.where(mint.isfinite(squares_P), mint.zeros_like(squares_P), from_end_P))
     group_sums = [mint.sum(mint.index_select(squares_P, 0, Tensor(np.array(group, np.int32)))) for group in groups]

@@ -5,7 +5,8 @@
 The fused operators have no CPU kernel: tests/parity/test_moe_ascend.py looks at exported graphs, and replaces the
 operators by functions that follow their documentation.
 
-Legend: as in plain_moe.py; A = N k assignments.
+Legend: as in plain_moe.py; A = N k assignments, each of a token to one of its experts; G groups of e experts, and the b
+best of a group. A safe token is a row of zeros for an expert without tokens, so that each expert has a row.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Route(nn.Cell):
         experts_Nk = _best(choice_NE, rule.chosen)
         expert_A = experts_Nk.reshape(-1)
         requested_E = self.count(expert_A)
-        group_A = expert_A
+        group_A = expert_A  # of the grouped product: an expert, or E for assignments that are dropped
         if capacity is not None:
             probability_A = None
             if drop_policy == "probability":
