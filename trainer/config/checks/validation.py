@@ -15,9 +15,9 @@ from trainer.config.location import NO_LOCATION
 from trainer.config.other_models import unsupported_features
 from trainer.config.read.model_folder import CAUSAL
 from trainer.config.read.relocate import fields_at
-from trainer.config.schema.fields import fix_of, shape_of, types_of
+from trainer.config.schema.fields import default_text, fix_of, shape_of, types_of
 from trainer.config.schema.root import Config, ConfigSource
-from trainer.errors import shorten_repr, value_text
+from trainer.errors import shorten_repr
 
 _KINDS = {
     "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "bool_type": "true or false",
@@ -252,7 +252,7 @@ def describe(path: tuple[str, ...], default: Any = ...) -> str:
     name = next(part for part in reversed(path) if not part.isdecimal())
     description = field.description or ""
     if default is not ...:
-        description = _DEFAULT.sub(f"Default {value_text(default)}", description)
+        description = _DEFAULT.sub(f"Default {default_text(default)}", description)
     return f"{name}: {description}".rstrip(".")
 
 

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from trainer.config.schema.unsupported import OTHER_NAMES, Support, unsupported_keys
-from trainer.errors import shorten_repr, value_text
+from trainer.errors import shorten_repr
 from trainer.input_files import path_error
 
 REQUIRED: Any = ...
@@ -123,6 +123,15 @@ def _declare(default: Any, description: str, extra: dict[str, Any], constraints:
     return Field(description=description, json_schema_extra=extra or None, **constraints)
 
 
+def default_text(default: Any) -> str:
+    """Returns a default as descriptions write it: ``null``, ``true``, ``1e-5``, ``level1``, ``['*.txt']``."""
+    if isinstance(default, str):
+        return default
+    if isinstance(default, float):
+        return f"{default:g}".replace("e-0", "e-")
+    return shorten_repr(default)
+
+
 def setting(
     default: Any,
     description: str,
@@ -145,10 +154,7 @@ def setting(
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """
     if default is not REQUIRED and "Default" not in description:
-        default_text = value_text(default)
-        if isinstance(default, float):
-            default_text = f"{default:g}".replace("e-0", "e-")
-        description += f" Default {default_text}."
+        description += f" Default {default_text(default)}."
     if isinstance(beside, Beside):
         beside = (beside,)
     extra = {_ALIASES: aliases.split(), _FIX: fix, _BESIDE: beside, _EXPLICIT: explicit_only}

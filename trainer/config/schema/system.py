@@ -43,7 +43,7 @@ class ContextConfig(Section):
     inter_op_parallel_num: int | None = setting(
         None, "Ascend: threads that start operators. Default null, like 0: MindSpore's 5.", ge=0, le=RANKS)
     deterministic: Literal["ON", "OFF"] | None = setting(
-        None, "Ascend: ON gives the same bits in each run, as a CPU always does. Default null: OFF.")
+        None, "Ascend: the same bits in each run, which a CPU always gives. Default null: OFF.")
     exec_order: str | None = setting(None, "Ascend: order of operators, bfs or dfs. Default null: MindSpore's bfs.")
     pynative_synchronize: bool = setting(False, "Ascend: wait after each operator.")
 
