@@ -26,6 +26,7 @@ from trainer.arrays.tiles import Scratch
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.device.threads import HostThreads
+from trainer.errors import value_text
 from trainer.ops import plain as plain_kernels
 from trainer.ops import plain_moe
 from trainer.ops.kernel_set import load_kernels
@@ -476,4 +477,4 @@ def test_why_a_kernel_is_chosen(device: str, changes: dict, product: tuple[str, 
     found = choices(device, MOE | changes)
     for name, (chosen, reason) in {"grouped_matmul": product, "token_permute": permute}.items():
         assert found[name][1] == chosen and reason in found[name][2]
-    assert found["grouped_matmul"][0] == f"use_gmm: {(MOE | changes)['use_gmm']}"
+    assert found["grouped_matmul"][0] == f"use_gmm: {value_text((MOE | changes)['use_gmm'])}"

@@ -114,7 +114,7 @@ def test_keys_that_config_json_lacks_have_the_defaults_of_its_class(tmp_path: Pa
         ("head_dim: 8", ["head_dim = 8", "has 16"]),
         ("intermediate_size: 64", ["intermediate_size = 64", "has 48"]),
         ("vocab_size: 400", ["vocab_size = 400", "leave it out, or name another folder"]),
-        ("tie_word_embeddings: True", ["tie_word_embeddings = true"]),
+        ("tie_word_embeddings: true", ["tie_word_embeddings = true"]),
     ],
 )
 def test_sizes_that_contradict_the_folder(tmp_path: Path, yaml: str, parts: list[str]) -> None:

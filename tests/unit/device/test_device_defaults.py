@@ -12,6 +12,7 @@ from trainer.checkpoint.state import changed_settings, settings_record
 from trainer.config import Config, config_notes, dump_config, parse_config
 from trainer.config.device_defaults import apply_device_defaults, device_default_note, device_defaults
 from trainer.device.resolve import device_notes
+from trainer.errors import value_text
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import dtype_notes, precision_of, select_kernels
 
@@ -48,7 +49,7 @@ def test_an_ascend_has_defaults_where_nothing_is_written(text: str, expected: di
         assert getattr(section, key.split(".")[-1]) == value
     assert apply_device_defaults(completed, "Ascend") is completed
     assert apply_device_defaults(config, "CPU") is config
-    said = ", ".join(f"{key} {value}" for key, value in expected.items())
+    said = ", ".join(f"{key} {value_text(value)}" for key, value in expected.items())
     assert device_default_note(completed, "Ascend") == (said and f"defaults of an Ascend: {said}")
     assert said in "\n".join(device_notes(completed, "Ascend"))
     assert device_default_note(config, "CPU") == ""
