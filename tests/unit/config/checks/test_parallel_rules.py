@@ -263,7 +263,7 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {model_parallel: 2}\nparallel.parallel_optimizer_config.optimizer_weight_shard_size=3",
          ["optimizer_weight_shard_size = 3: must divide data_parallel 4"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.pp_interleave_num=2",
-         ["pp_interleave_num = 2: needs an interleaved", "parallel.pipeline_config.pipeline_interleave true"]),
+         ["pp_interleave_num = 2: needs an interleaved", "parallel.pipeline_config.pipeline_interleave: true"]),
         ("parallel_config: {data_parallel: 3}\n", ["data_parallel 3 needs 3 ranks, but the job has 8"]),
         ("parallel_config: {context_parallel: 2}\n", ["context_parallel = 2: semi-automatic mode does not support"]),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
