@@ -95,7 +95,9 @@ def test_the_command_compares_folders_and_draws(folder: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith("same path")
     assert dispatch(["trace", "--output", right, "--against", str(folder / folder_name(SWAPPED_ON_TWO))]) == 1
     page = (Path(right) / "report.html").read_text()
-    assert "layer 2" in page and page.count("<polyline") == 4 and "class='beyond'" in page
+    data = json.loads(page.partition('id="data">')[2].partition("<")[0])
+    assert len(data["lines"]) == 4 and [layer for layer, *_ in data["lines"][1]["points"]][-2:] == [2, 3]
+    assert data["rows"][0][0] and "layers.2." in data["rows"][0][1]
 
 
 def test_a_trace_that_is_there_is_not_replaced(folder: Path) -> None:

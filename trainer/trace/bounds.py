@@ -14,7 +14,7 @@ gradient, so where the gradient is nothing but rounding, two runs move it apart 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.trace.record import Key
@@ -25,6 +25,11 @@ UNIT_ROUNDOFFS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _STEEP = ("self_attn.q_", "self_attn.k_", "self_attn.kv_", "self_attn.sinks", "mlp.gate.")
 """Parameters whose gradients pass the derivative of a softmax, a difference of numbers that nearly cancel."""
 _STEEPNESS = 4.0
+
+
+def coarsest(dtypes: Iterable[str]) -> str:
+    """Returns the dtype that rounds most."""
+    return max(dtypes, key=lambda name: UNIT_ROUNDOFFS.get(name, 0.0))
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.trace.bounds import UNIT_ROUNDOFFS, Rounding
-from trainer.trace.folder import JoinedTensor, Trace, join_pieces, layer_of, position, right_keys
+from trainer.trace.bounds import UNIT_ROUNDOFFS, Rounding, coarsest
+from trainer.trace.folder import JoinedTensor, Trace, join_pieces, joined_scale, layer_of, position, right_keys
 from trainer.trace.record import Key, Piece
 from trainer.trace.sketch import Summary, as_numbers, cell_bounds, deviation, join_summaries
 
@@ -128,7 +128,7 @@ def compare_traces(right: Trace, other: Trace) -> Comparison:
         rule = "has no tensor that --output has, too"
         fix = "compare traces of one model, or a dump of it"
         raise UserError(rule, where="flag --against", value=str(other.folder), fix=fix)
-    if not any(key.kind == "activation" for key in common) and any(key.kind == "activation" for key in keys):
+    if any(key.kind == "activation" for key in keys) and all(key.kind != "activation" for key in common):
         rule = "no sequence of the batch is in both traces, so that nothing that a layer computes can be compared"
         fix = "give both runs the same data, seed, and sequences of a step: batch_size x accumulation x replicas"
         raise UserError(rule, where="flag --against", value=str(other.folder), fix=fix)
@@ -190,18 +190,11 @@ def _rounding(right: Trace, other: Trace) -> Rounding:
         if ours != theirs:
             rule = f"has learning rate {theirs:g} in step {step}, and --output {ours:g}, so that weights must differ"
             raise UserError(rule, where="flag --against", value=str(other.folder), fix="give both runs one lr_schedule")
-    smallest = math.inf
-    for key, pieces in right.pieces.items():
-        summary = pieces[0].summary
-        if key.kind == "weight" and pieces[0].place.shape[1] > 1 and summary.norm > 0:
-            smallest = min(smallest, summary.norm / math.sqrt(summary.size))
-    drift = 0.0
-    if math.isfinite(smallest):
-        drift = 2 / smallest
-    longest = max(rates, key=len)
-    rates_of_both = [max(each[place] for each in rates if place < len(each)) for place in range(len(longest))]
-    dtype = max(dtypes, key=lambda name: UNIT_ROUNDOFFS.get(name, 0.0))
-    return Rounding(dtype, facts["layers"], facts["summands"], rates_of_both, drift)
+    matrices = [pieces[0].summary for key, pieces in right.pieces.items()
+                if key.kind == "weight" and pieces[0].place.shape[1] > 1]  # fmt: skip
+    drift = max((2 / each.norm * math.sqrt(each.size) for each in matrices if each.norm > 0), default=0.0)
+    rates_of_both = list(map(max, zip_longest(*rates, fillvalue=0.0)))
+    return Rounding(coarsest(dtypes), facts["layers"], facts["summands"], rates_of_both, drift)
 
 
 def _worst(rows: Sequence[Row]) -> Row:
@@ -236,10 +229,7 @@ class _Comparer:
             total = sum(tensor.summary.mean for tensor in tensors)
             joined = Summary(1, total, total, total, abs(total))
             shape = tensors[0].shape
-        scales = [tensor.scale for tensor in tensors if tensor.scale is not None]
-        scale = None
-        if scales:
-            scale = math.hypot(*scales)
+        scale = joined_scale(tensors)
         is_complete = all(tensor.is_complete for tensor in tensors)
         return JoinedTensor(shape, replace(joined, sketch=None), [], is_complete, scale)
 
@@ -250,16 +240,18 @@ class _Comparer:
         other = join_pieces(pieces)
         layer = layer_of(key.name)
         holders = tuple(sorted({piece.rank for piece in pieces}))
+        ranks = holders
         bound = self._bound(key, layer, right, pieces)
+        lost = ""
         if right.shape != other.shape:
-            text = f"shapes differ: {_shape_text(other.shape)}, right is {_shape_text(right.shape)}"
-            return Row(key, layer, math.inf, bound, holders, holders, (1, 1), text)
-        if not other.is_complete:
-            ranks, text = self._lost_ranks(key, pieces)
-            return Row(key, layer, math.inf, bound, ranks, holders, (1, 1), text)
-        if not right.is_complete:
-            text = "the right trace lacks numbers of it"
-            return Row(key, layer, math.inf, bound, (), holders, (1, 1), text)
+            lost = f"shapes differ: {_shape_text(other.shape)}, right is {_shape_text(right.shape)}"
+        elif not other.is_complete:
+            ranks, lost = self._lost_ranks(key, pieces)
+        elif not right.is_complete:
+            ranks = ()
+            lost = "the right trace lacks numbers of it"
+        if lost:
+            return Row(key, layer, math.inf, bound, ranks, holders, (1, 1), lost)
         if key.kind == "choice":
             share = _flip_share(right.distinct, other.distinct)
             return Row(key, layer, share, self._flip_bound(key, layer, right), holders, holders)
@@ -268,10 +260,8 @@ class _Comparer:
         if by_statistics:  # the other program has computed them, in float32 or in the dtype of the tensor
             bound += 2 * max(UNIT_ROUNDOFFS.get(piece.dtype, 0.0) for piece in pieces) + _STATISTICS
         measured = deviation(right.summary, other.summary)
-        ranks = holders
-        by_rank = {}
         if not by_statistics:
-            by_rank = _deviations_of_ranks(right.summary, pieces, other)
+            by_rank = _deviations_of_ranks(right.summary, pieces)
             worst = max(by_rank.values(), default=0.0)
             if len(holders) > 1 and len(by_rank) == len(holders) and worst > bound:
                 ranks = tuple(rank for rank, one in sorted(by_rank.items()) if one > bound)
@@ -279,13 +269,10 @@ class _Comparer:
         largest = None
         if measured > bound:
             largest = _largest_difference(right.distinct, pieces, ranks)
-        return Row(
-            key, layer, measured, bound, ranks, holders, by_statistics=by_statistics, largest=largest
-        )
+        return Row(key, layer, measured, bound, ranks, holders, by_statistics=by_statistics, largest=largest)
 
     def _bound(self, key: Key, layer: int | None, right: JoinedTensor, pieces: Sequence[Piece]) -> float:
-        dtypes = [piece.dtype for piece in (*right.distinct, *pieces)]
-        stored = max(dtypes, key=lambda name: UNIT_ROUNDOFFS.get(name, 0.0))
+        stored = coarsest(piece.dtype for piece in (*right.distinct, *pieces))
         bound = self.rounding.bound(key, layer, stored, right.summary, right.scale)
         return bound + 2 * math.sqrt(self._flips_before(key, layer))
 
@@ -353,7 +340,7 @@ def _shape_text(shape: tuple[int, int]) -> str:
     return f"[{shape[0]}, {shape[1]}]"
 
 
-def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece], other: JoinedTensor) -> dict[int, float]:
+def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece]) -> dict[int, float]:
     """Returns how much the numbers of each rank differ; a rank whose numbers cannot be told apart is missing."""
     by_rank: dict[int, float] = {}
     for piece in pieces:
@@ -363,8 +350,7 @@ def _deviations_of_ranks(right: Summary, pieces: Sequence[Piece], other: JoinedT
             measured = deviation(right, piece.summary)
         else:
             cells = piece.place.covered_cells()
-            covered = right.sketch is not None and cells.any() and _covers(piece, cells)
-            if not covered:
+            if right.sketch is None or not cells.any() or not _covers(piece, cells):
                 continue
             measured = deviation(replace(right, checksum=None), piece.summary, cells)
         by_rank[piece.rank] = max(measured, by_rank.get(piece.rank, 0.0))
@@ -436,25 +422,3 @@ def _largest_difference(
                     int(chunk[row]), columns.start + column, float(ours[row, column]), float(theirs[row, column])
                 )
     return best
-
-
-def deviation_by_layer(comparison: Comparison, kinds: Mapping[str, str]) -> dict[str, list[tuple[int, float, float]]]:
-    """Returns for each series the layer, the largest deviation relative to its bound, and the deviation, by layer.
-
-    Args:
-        kinds: The kinds of tensors -> the series that shows them.
-    """
-    series: dict[str, dict[int, tuple[float, float]]] = {}
-    for row in comparison.rows:
-        name = kinds.get(row.key.kind)
-        if name is None:
-            continue
-        layer = row.layer
-        if layer is None:
-            layer = -1
-            if not row.key.name.startswith("model.embed_tokens"):
-                layer = comparison.rounding.layers
-        ratio = row.deviation / row.bound
-        points = series.setdefault(name, {})
-        points[layer] = max(points.get(layer, (0.0, 0.0)), (ratio, row.deviation))
-    return {name: [(layer, *pair) for layer, pair in sorted(points.items())] for name, points in series.items()}

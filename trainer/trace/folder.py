@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from trainer.errors import UserError
 from trainer.models.spec.names import GATED_MLP, POST_ATTENTION_NORM, POST_MLP_NORM, UNGATED_MLPS
@@ -82,7 +81,7 @@ def read_trace(folder: Path, where: str) -> Trace:
         try:
             _add_rank(trace, rank, path)
         except (ValueError, KeyError, TypeError, AttributeError):  # of JSON, or of its contents
-            raise _damaged(path, where) from None
+            raise UserError("is damaged", where=where, value=str(path), fix="record the trace again") from None
     return trace
 
 
@@ -105,10 +104,6 @@ def _add_rank(trace: Trace, rank: int, path: Path) -> None:
     trace.micro_batches[rank] = facts["micro_batches"]
 
 
-def _damaged(path: Path, where: str) -> UserError:
-    return UserError("is damaged", where=where, value=str(path), fix="record the trace again")
-
-
 def join_pieces(pieces: Sequence[Piece]) -> JoinedTensor:
     """Joins the pieces of a tensor; of ranks that have the same numbers, the first counts."""
     by_place: dict[Place, Piece] = {}
@@ -119,11 +114,15 @@ def join_pieces(pieces: Sequence[Piece]) -> JoinedTensor:
     summary = join_summaries([piece.summary for piece in distinct])
     rows, columns = distinct[0].place.shape
     is_complete = summary.size == rows * columns
-    scales = [piece.scale for piece in distinct if piece.scale is not None]
-    scale = None
-    if scales:
-        scale = float(np.sqrt(np.sum(np.square(scales))))
-    return JoinedTensor(distinct[0].place.shape, summary, distinct, is_complete, scale)
+    return JoinedTensor(distinct[0].place.shape, summary, distinct, is_complete, joined_scale(distinct))
+
+
+def joined_scale(parts: Sequence[Piece | JoinedTensor]) -> float | None:
+    """Returns the scale of a tensor from those of its parts; see `Piece.scale`."""
+    scales = [part.scale for part in parts if part.scale is not None]
+    if not scales:
+        return None
+    return math.hypot(*scales)
 
 
 def right_keys(key: Key, right: Trace) -> list[Key]:

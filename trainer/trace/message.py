@@ -47,8 +47,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 def verdict(comparison: Comparison) -> str:
     """Returns what the exit code says in a sentence without its full stop."""
-    beyond = comparison.differing
-    if beyond:
+    if beyond := comparison.differing:
         return f"the first difference is {row_text(beyond[0])}"
     compared = f"rounding explains every difference of {len(comparison.rows)} tensors"
     if len(comparison.rows) == 1:
@@ -96,13 +95,10 @@ def _kinds(names: Sequence[str]) -> list[str]:
     by_kind: dict[str, list[str]] = {}
     for name in names:
         by_kind.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
-    kinds = []
     for kind, members in by_kind.items():
-        text = members[0]
         if len(members) > 1:
-            text = f"{kind} ({len(members)})"
-        kinds.append(text)
-    return kinds
+            members[:] = [f"{kind} ({len(members)})"]
+    return [text for [text] in by_kind.values()]
 
 
 def row_text(row: Row) -> str:

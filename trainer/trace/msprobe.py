@@ -30,6 +30,7 @@ from trainer.errors import UserError
 from trainer.models.spec.names import MTP_WEIGHTS
 from trainer.parallel.mesh import divisors
 from trainer.parallel.sharding import shard_range
+from trainer.trace.bounds import coarsest
 from trainer.trace.folder import Trace, layer_of, right_keys
 from trainer.trace.record import Key, Kind, Piece
 from trainer.trace.sketch import Place, Summary, matrix_shape, summarize
@@ -61,7 +62,6 @@ _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 class _Entry(NamedTuple):
     """An entry of dump.json about a module."""
 
-    text: str
     name: str  # Hugging Face's
     what: str  # forward, backward or parameters_grad
     call: int
@@ -83,13 +83,11 @@ def is_msprobe_dump(folder: Path) -> bool:
 
 
 def _step_folders(folder: Path) -> dict[int, Path]:
-    roots = [folder, folder / "pynative"]
     folders: dict[int, Path] = {}
-    for root in roots:
-        for path in sorted(root.glob("step*")):
-            match = _FOLDER.fullmatch(path.name)
-            if match and any(path.glob("*/dump.json")):
-                folders.setdefault(int(match[1]), path)
+    for path in (*sorted(folder.glob("step*")), *sorted((folder / "pynative").glob("step*"))):
+        match = _FOLDER.fullmatch(path.name)
+        if match and any(path.glob("*/dump.json")):
+            folders.setdefault(int(match[1]), path)
     return dict(sorted(folders.items()))
 
 
@@ -115,25 +113,16 @@ def read_dump(folder: Path, right: Trace) -> Trace:
         fix = 'dump with "level": "L0" or "mix", and pass the model to PrecisionDebugger.start'
         raise UserError(rule, where="flag --against", value=str(folder), fix=fix)
     dtypes = {piece.dtype for pieces in trace.pieces.values() for piece in pieces if piece.key.kind == "activation"}
-    for dtype in ("bfloat16", "float16"):
-        if dtype in dtypes:
-            trace.facts = {"compute_dtype": dtype}
-            break
+    if dtypes:
+        trace.facts = {"compute_dtype": coarsest(dtypes)}
     return trace
 
 
-def enumerate_ranks(step: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the ranks of a step with their folders; a single process is rank 0."""
-    numbered = {}
-    for path in step.glob("rank*/dump.json"):
-        match = _RANK.fullmatch(path.parent.name)
-        if match:
-            numbered[int(match[1])] = path.parent
-    if numbered:
-        yield from sorted(numbered.items())
-        return
-    for path in sorted(step.glob("proc*/dump.json"))[:1]:
-        yield 0, path.parent
+def enumerate_ranks(step: Path) -> list[tuple[int, Path]]:
+    """Returns the ranks of a step with their folders; a single process is rank 0."""
+    folders = [path.parent for path in step.glob("rank*/dump.json")]
+    numbered = {int(match[1]): folder for folder in folders if (match := _RANK.fullmatch(folder.name))}
+    return sorted(numbered.items()) or [(0, path.parent) for path in sorted(step.glob("proc*/dump.json"))[:1]]
 
 
 def _read_rank(rank: int, folder: Path, trace: Trace) -> _Rank:
@@ -156,7 +145,7 @@ def _read_rank(rank: int, folder: Path, trace: Trace) -> _Rank:
         if not name:
             _leave_out(trace, match[1], "no module of the right trace has this name")
             continue
-        entries.append(_Entry(text, name, match[2], int(match[3]), tensors))
+        entries.append(_Entry(name, match[2], int(match[3]), tensors))
     return _Rank(rank, folder, entries)
 
 
@@ -195,13 +184,12 @@ class _Step:
         self.right = right
         self.trace = trace
         self.ranks = ranks
+        self.entries = [entry for rank in ranks for entry in rank.entries]
         self.step = step
         self.sequences = _sequences_in_order(right, step)
-        self.widths = {key.name: pieces[0].place.shape[1] for key, pieces in right.pieces.items()
-                       if key.kind == "activation"}  # fmt: skip
-        self.length = next(
-            (pieces[0].place.shape[0] for key, pieces in right.pieces.items() if key.kind == "activation"), 0
-        )
+        shapes = {key.name: pieces[0].place.shape for key, pieces in right.pieces.items() if key.kind == "activation"}
+        self.widths = {name: width for name, (_, width) in shapes.items()}
+        self.length = next((length for length, _ in shapes.values()), 0)
         self.tensor = self._tensor_ranks()
         self.context = self._context_ranks()
         modules = {layer_of(key.name) for key in right.pieces if key.name.endswith(MTP_WEIGHTS)}
@@ -216,12 +204,11 @@ class _Step:
 
     def _tensor_ranks(self) -> int:
         """Returns the number of tensor-parallel ranks, from the width of the heads or of an o_proj weight."""
-        for rank in self.ranks:
-            for entry in rank.entries:
-                local = _shape((entry.tensors.get("parameters") or {}).get("weight"))
-                key = Key(self.step, "weight", f"{entry.name}.weight")
-                if entry.name.endswith(("o_proj", "down_proj")) and local and key in self.right.pieces:
-                    return max(1, self.right.pieces[key][0].place.shape[1] // local[-1])
+        for entry in self.entries:
+            local = _shape((entry.tensors.get("parameters") or {}).get("weight"))
+            key = Key(self.step, "weight", f"{entry.name}.weight")
+            if entry.name.endswith(("o_proj", "down_proj")) and local and key in self.right.pieces:
+                return max(1, self.right.pieces[key][0].place.shape[1] // local[-1])
         return 1
 
     def _context_ranks(self) -> int:
@@ -229,15 +216,14 @@ class _Step:
 
         The input of an o_proj has all tokens of a rank's part of the sequence, also with sequence parallelism.
         """
-        for rank in self.ranks:
-            for entry in rank.entries:
-                shape = _shape(_first(entry.tensors.get("input_args"))) or ()
-                if entry.what != "forward" or not entry.name.endswith("o_proj") or len(shape) < 2 or not self.length:
-                    continue
-                sizes = shape[:-1]  # [T, B], [B, T] or [B * T]
-                if any(size % self.length == 0 for size in sizes):
-                    return 1
-                return min((self.length // size for size in sizes if self.length % size == 0), default=1)
+        for entry in self.entries:
+            shape = _shape(_first(entry.tensors.get("input_args"))) or ()
+            if entry.what != "forward" or not entry.name.endswith("o_proj") or len(shape) < 2 or not self.length:
+                continue
+            sizes = shape[:-1]  # [T, B], [B, T] or [B * T]
+            if any(size % self.length == 0 for size in sizes):
+                return 1
+            return min((self.length // size for size in sizes if self.length % size == 0), default=1)
         return 1
 
     def _first_layers(self) -> dict[int, int]:
@@ -299,16 +285,19 @@ class _Step:
             return
         full = self.right.pieces[key][0].place.shape
         local = matrix_shape(_shape(tensor) or ())
-        ranges = [(0, full[0]), (0, full[1])]
-        for axis in (0, 1):
-            if local[axis] != full[axis]:
-                part = shard_range(full[axis], tensor_rank, self.tensor)
-                ranges[axis] = (part.start, part.stop)
-        place = Place(full, (ranges[0],), ranges[1])
+        rows, columns = (self._range(*sizes, tensor_rank) for sizes in zip(full, local, strict=True))
+        place = Place(full, (rows,), columns)
         if place.size != math.prod(local):
             _leave_out(self.trace, name, f"of shape {list(local)}, where the right one is {list(full)}")
             return
         self._add(rank, key, tensor, place)
+
+    def _range(self, full: int, local: int, tensor_rank: int) -> tuple[int, int]:
+        """Returns the range of an axis that a tensor-parallel rank has."""
+        if local == full:
+            return 0, full
+        part = shard_range(full, tensor_rank, self.tensor)
+        return part.start, part.stop
 
     def _add_activation(
         self, rank: _Rank, kind: Kind, name: str, tensor: Mapping[str, Any], tensor_rank: int, order: int
@@ -323,10 +312,7 @@ class _Step:
             why = f"context parallelism: a rank has {part}, and the dump does not say which"
             _leave_out(self.trace, name, why)
             return
-        columns = (0, width)
-        if shape[-1] != width:
-            part = shard_range(width, tensor_rank, self.tensor)
-            columns = (part.start, part.stop)
+        columns = self._range(width, shape[-1], tensor_rank)
         rows = math.prod(shape[:-1])
         all_rows = rows
         if rows % self.length and rows * self.tensor % self.length == 0:
@@ -459,7 +445,7 @@ def _dtype(tensor: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if type(value) in (int, float):
         return float(value)
     return math.nan
 

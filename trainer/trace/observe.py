@@ -85,9 +85,7 @@ class TraceObserver:
                 kind = "norm"
             self.writer.add(Key(self.number, kind, name), np.array([[number]], np.float32), whole_place(()))
 
-    def micro_batch(
-        self, number: int, batch: Any, inputs: ModelInputs, statistics: RouterStatistics
-    ) -> _MicroBatch:
+    def micro_batch(self, number: int, batch: Any, inputs: ModelInputs, statistics: RouterStatistics) -> _MicroBatch:
         """Returns the observer of the passes of a micro-batch."""
         observer = _MicroBatch(self, batch, inputs, statistics)
         self.micro_batches[-1].append(observer.sequences)

@@ -68,8 +68,7 @@ def recording_lines(output: Path, pattern: str) -> list[str]:
     if pattern:
         number = sum(each["full"] for each in facts)
         lines.append(f"full         {number:,} of them in full, in {output / 'rank-*' / 'full'}")
-    missing = [rank for rank in range(ranks) if rank not in folders]
-    if missing:
+    if missing := [rank for rank in range(ranks) if rank not in folders]:
         names = ", ".join(f"rank-{rank}" for rank in missing)
         lines.append(f"elsewhere    other hosts have written {names}: copy these folders beside the others")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,7 +64,7 @@ def record_trace(
         rates = [float(schedule(number)) for number in range(steps)]
         write_manifest(output, manifest(config, world, plan.device, rates))
     writer = TraceWriter(output, world.rank, pattern)
-    observe_steps(step, _batches(plan, steps), writer, world, config, report_progress)
+    observe_steps(step, itertools.islice(_batches(plan), steps), writer, world, config, report_progress)
     step.communicator.any(False)  # waits for all ranks: their records are complete
 
 
@@ -100,25 +101,16 @@ def manifest(config: Config, world: World, device: str, rates: list[float]) -> d
     }
 
 
-def _batches(plan: Plan, steps: int) -> Iterator[list[Batch]]:
-    """Yields the micro-batches of each step on this rank."""
+def _batches(plan: Plan) -> Iterator[list[Batch]]:
+    """Yields the micro-batches of each step on this rank, without end."""
     loader = require_training_batches(plan).loader
     sizes = plan.steps.sizes
-    done = 0
-    position = 0
-    epoch = 0
-    while done < steps:
-        micro_batches = loader.epoch(epoch, 0)
-        while done < steps:
-            chosen = list(itertools.islice(micro_batches, sizes.next_step(position)))
-            if not chosen:
-                break
-            position += len(chosen)
-            done += 1
-            yield chosen
-        micro_batches.close()
-        epoch += 1
+    for epoch in itertools.count():
         position = epoch * sizes.batches_per_epoch
+        with contextlib.closing(loader.epoch(epoch, 0)) as micro_batches:
+            while chosen := list(itertools.islice(micro_batches, sizes.next_step(position))):
+                position += len(chosen)
+                yield chosen
 
 
 def observe_steps(

@@ -88,9 +88,7 @@ def place_of_shard(spec: ShardSpec) -> Place:
         return Place((rows, 1), ((first, first + math.prod(local)),), (0, 1))
     inner = math.prod(shape[1:-1])
     first = start[0] * inner
-    return Place(
-        (rows, columns), ((first, first + local[0] * inner),), (start[-1], start[-1] + local[-1])
-    )
+    return Place((rows, columns), ((first, first + local[0] * inner),), (start[-1], start[-1] + local[-1]))
 
 
 def row_ranges(indices: np.ndarray) -> tuple[tuple[int, int], ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import Browser
 
 from trainer.errors import UserError
 from trainer.trace.compare import compare_traces, open_array
@@ -168,3 +170,21 @@ def test_a_recording_says_what_it_has_written(tmp_path: Path) -> None:
     ]
     lines = recording_lines(recorded(tmp_path / "other", ranks=2), "")
     assert lines[1] == "elsewhere    other hosts have written rank-1: copy these folders beside the others"
+
+
+@pytest.mark.slow
+def test_a_browser_draws_the_deviations(browser: Browser, tmp_path: Path) -> None:
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight")
+    keys = [Key(1, "weight", name) for name in names]
+    right = recorded(tmp_path / "right", tensors={key: random_array(SHAPE) for key in keys})
+    arrays = {key: random_array(SHAPE, seed) for seed, key in enumerate(keys)}
+    other = recorded(tmp_path / "<b id=evil>", tensors=arrays)
+    assert compared(right, other)[0] == 1
+    browser.open((right / "report.html").as_uri())
+    assert browser.messages() == []
+    assert browser.run("return [...plots].map(plot => plot.data[0])") == [[-1, 0, 1]]
+    data = json.loads(browser.run("return document.getElementById('data').textContent"))
+    layer, ratio, text = data["lines"][0]["points"][2]
+    assert layer == 1 and ratio > 1 and text.startswith("deviation ")
+    assert browser.run("return document.querySelectorAll('.beyond').length") == 4 * 2, "the seed of one is the same"
+    assert "<b id=evil>" in browser.run("return document.querySelector('h1').textContent")

@@ -138,7 +138,9 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { fo
 // A chart over steps. `spec`:
 //   title, height, format (of values), axis (of ticks), log, zero (begin at 0), domain [first, last step]
 //   unit   of the ticks: they are round multiples of it
-//   lines  [{label, color, x, y, low, high, band (draw it), width, dash, dots, best (index), inLegend, opacity}]
+//   place, name, range  what x is in place of a step, the name of one, and [lowest, highest] y
+//   lines  [{label, color, x, y, low, high, band (draw it), width, dash, dots, best (index), inLegend, opacity,
+//           texts (x -> y in words)}]
 //   rules  [{y, color}]     lines across          stems [{x, color, label, value, size 0..1}]  at the bottom
 //   flags  [{x, color, label, value, solid}]  full height       keys  [{kind, color, label}]
 //   controls  nodes beside the title
@@ -164,12 +166,13 @@ function columnsOf(lines) {
 }
 
 function options(spec, width, near) {
-  const format = spec.format || precise, axis = spec.axis || compact, series = [{ label: "step", value: (plot, step) => stepTitle(spec, step) }];
+  const format = spec.format || precise, axis = spec.axis || compact, series = [{ label: spec.place || "step", value: (plot, step) => stepTitle(spec, step) }];
   const bands = [], value = (plot, number) => number === undefined ? "–" : format(number);
   for (const line of spec.lines) {
     const stroke = () => ink(line.color), few = numbers(line.y).length < 3;
     series.push({
-      label: line.label, value, stroke, width: line.dots && line.x.length < 2 ? 0 : line.width || 1.6, dash: line.dash, alpha: line.opacity || 1,
+      label: line.label, value: line.texts ? (plot, number, at, point) => line.texts.get(plot.data[0][point]) || "–" : value, stroke,
+      width: line.dots && line.x.length < 2 ? 0 : line.width || 1.6, dash: line.dash, alpha: line.opacity || 1,
       spanGaps: Boolean(line.dots), class: line.inLegend === false ? "quiet" : undefined, color: line.color,
       points: { show: few || Boolean(line.dots && line.x.length <= 150), size: 6, fill: stroke },
     });
@@ -182,9 +185,9 @@ function options(spec, width, near) {
   const steps = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].map((each) => each * (spec.unit || 1));
   return {
     width, height: spec.height || 180, series, bands,
-    scales: { x: { time: false, auto: false, min: spec.domain[0], max: spec.domain[1] }, y: { distr: spec.log ? 3 : 1, range: () => range(spec) } },
+    scales: { x: { time: false, auto: false, min: spec.domain[0], max: spec.domain[1] }, y: { distr: spec.log ? 3 : 1, range: () => spec.range || range(spec) } },
     axes: [
-      { ...text, size: 22, grid: { show: false }, values: (plot, splits) => splits.map((step) => Number.isInteger(step) ? compactStep(step) : "") },
+      { ...text, size: 22, grid: { show: false }, values: (plot, splits) => splits.map((step) => Number.isInteger(step) ? (spec.name || compactStep)(step) : "") },
       { ...text, space: 38, ...(spec.unit ? { incrs: steps } : {}), grid: { stroke: () => ink("var(--grid)"), width: 1 },
         size: (plot, values) => 14 + 6.4 * Math.max(2, ...(values || []).map((each) => (each || "").length)),
         values: (plot, splits) => splits.map((each) => each === null ? "" : axis(each)) },
@@ -245,6 +248,7 @@ function compactStep(step) {
 
 function stepTitle(spec, step) {
   if (step === null || step === undefined) return "–";
+  if (spec.name) return spec.name(step);
   const stride = spec.stride || 1;
   return stride > 1 ? `${count(Math.max(step - stride + 1, 1))} to ${count(step)}` : count(step);
 }
