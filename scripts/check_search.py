@@ -90,12 +90,13 @@ def measure_layouts(
 
 def check_order(folder: Path) -> bool:
     """Prints estimated and measured times of the layouts; returns whether their order agrees."""
+    from trainer.plan.search.hardware import Factors
     from trainer.plan.search.measured import Measurement, estimate_run, nearest_factors, rank_correlation
 
     model = {"model": {"arch": MODEL["arch"], "model_config": MACHINE_MODEL}}
     machine = [(ranks, degrees, sections | model) for ranks, degrees, sections in MACHINE_LAYOUTS]
     known = [Measurement(**run) for run in measure_layouts(folder / "machine", machine)]
-    factors = nearest_factors(known, "CPU")
+    factors = nearest_factors([estimate_run(run, "CPU", Factors()) for run in known], [run.seconds for run in known])
     print(f"times of the rates' defaults on this machine: {factors}")
     runs = [Measurement(**run) for run in measure_layouts(folder / "layouts", LAYOUTS)]
     estimates = [estimate_run(run, "CPU", factors).seconds for run in runs]

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from trainer.config import Config
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import parallel_degrees
-from trainer.config.recompute import SUBLAYERS, recomputed_parts
+from trainer.config.recompute import recomputed_parts
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.model import MlpSpec
+from trainer.models.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.saved import (
     HEAD_ROWS,
+    RowKind,
+    SavedArray,
     attention_inputs,
     attention_saved,
     logit_rows,
@@ -28,14 +31,8 @@ from trainer.models.spec.saved import (
 )
 from trainer.models.spec.shapes import base_dtypes
 from trainer.optim.freeze import trained_shapes
-from trainer.plan.division import micro_batch_tokens
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.models.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
-    from trainer.models.spec.saved import RowKind, SavedArray
-    from trainer.parallel.world import World
-    from trainer.plan.division import RankParams
+from trainer.parallel.world import World
+from trainer.plan.division import RankParams, micro_batch_tokens
 
 _WIDE = 4  # bytes of float32
 
@@ -141,10 +138,6 @@ class ActivationMemory:
             recomputed: What its backward pass recomputes: "block", "attention", "mlp" or nothing ("").
         """
         sublayers = {"attention": self.attention(layer), "mlp": self.mlp(layer)}
-        if recomputed == "block":
-            redone = SUBLAYERS
-        else:
-            redone = (recomputed,)
         if recomputed == "block" and not layer.is_moe:  # its sublayers are one part, of which the input is kept
             kept = sum(one.kept for one in sublayers.values())
             most = max(one.working for one in sublayers.values())
@@ -152,10 +145,9 @@ class ActivationMemory:
         kept = 0
         working = 0
         for name, one in sublayers.items():
-            if name in redone:
+            remains = one.kept
+            if recomputed in ("block", name):
                 remains = self.stream
-            else:
-                remains = one.kept
             kept += remains
             working = max(working, one.working + one.kept - remains)
         return SublayerBytes(kept, working)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from trainer.config import Config
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto, zero_level
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.checks.qk_clip import clips_queries, unsupported_clip
 from trainer.config.device_defaults import apply_device_defaults
+from trainer.config.schema.moe import MoEConfig
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import latent_spec
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.config.schema.moe import MoEConfig
-    from trainer.parallel.mesh import Degrees
-    from trainer.parallel.world import World
+from trainer.parallel.mesh import Degrees
+from trainer.parallel.world import World
 
 _MODEL = "model.model_config"
 

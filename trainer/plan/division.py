@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from trainer.config import Config
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto, sharding_ranks
 from trainer.config.layer_ranges import layer_text
@@ -23,10 +24,7 @@ from trainer.parallel.layout import ModelLayout, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
 from trainer.parallel.schedule import max_in_flight, passes_in_flight
 from trainer.parallel.sharding import shard_range
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.parallel.world import World
+from trainer.parallel.world import World
 
 _GROUPS = ("tp", "cp", "ulysses", "ring", "tp_cp", "dp", "dp_cp", "dp_shard", "dp_replicas", "ep", "expert_dp",
            "expert_shard", "expert_replicas", "pp", "embedding")  # fmt: skip
@@ -104,6 +102,13 @@ def sharding_plan(config: Config, world: World) -> ShardingPlan | None:
     )
 
 
+def pipeline_layers(config: Config, degrees: Degrees) -> list[list[list[int]]]:
+    """Returns the layers of each model chunk, [stages][chunks][layers]; without a pipeline all are in one."""
+    if degrees.pipeline_stage == 1:
+        return [[list(range(config.decoder.num_layers))]]
+    return chunk_layers(config)
+
+
 def model_layout_for(config: Config, world: World) -> ModelLayout:
     """Returns how the parallel degrees of a job shard the parameters of the decoder."""
     degrees = parallel_degrees(config, world)
@@ -156,15 +161,15 @@ def rank_params_per_stage(config: Config, world: World) -> list[RankParams]:
         return [RankParams(all_shapes(config.network), dict.fromkeys(range(len(spec.layers)), 1))]
     stages = degrees.pipeline_stage
     layout = model_layout_for(config, world)
-    if stages == 1:
-        passes = dict.fromkeys(range(len(spec.layers)), 1)
-        return [RankParams(layout.local_shapes(fullest_rank(degrees, 0)), passes, True, degrees.model_parallel)]
+    counts = [[1]]
+    if stages > 1:
+        counts = chunk_passes(config, stages)
     params = []
-    for stage, (chunks, counts) in enumerate(zip(chunk_layers(config), chunk_passes(config, stages), strict=True)):
+    for stage, chunks in enumerate(pipeline_layers(config, degrees)):
         is_last = stage == stages - 1
-        passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
+        passes = {layer: counts[stage][chunk] for chunk, layers in enumerate(chunks) for layer in layers}
         if is_last:
-            passes |= dict.fromkeys(spec.module_layers, counts[-1])
+            passes |= dict.fromkeys(spec.module_layers, counts[stage][-1])
         shapes = layout.local_shapes(fullest_rank(degrees, stage))
         params.append(RankParams(shapes, passes, is_last, degrees.model_parallel))
     return params
@@ -228,10 +233,6 @@ def _groups(config: Config, world: World, layout: ModelLayout) -> list[GroupPlan
 def _stages(config: Config, mesh: Mesh, layout: ModelLayout) -> list[StageShare]:
     spec = model_spec(config.decoder)
     stages = mesh.degrees.pipeline_stage
-    if stages > 1:
-        chunks = chunk_layers(config)
-    else:
-        chunks = [[list(range(spec.num_layers))]]
     per_stage = mesh.size // stages
     weights = [0] * stages
     for name, parameter in layout.parameters.items():
@@ -241,7 +242,7 @@ def _stages(config: Config, mesh: Mesh, layout: ModelLayout) -> list[StageShare]
         for stage in parameter.stages:
             weights[stage] += size
     plans = []
-    for stage, layers in enumerate(chunks):
+    for stage, layers in enumerate(pipeline_layers(config, mesh.degrees)):
         ends = []
         if stage in layout.parameters[EMBEDDING].stages:
             ends.append("embedding")
@@ -261,15 +262,11 @@ def _chunk_text(layers: list[int]) -> str:
 
 
 def _group_shards(kind: str, mesh: Mesh, parts_of: Callable[[int], dict[str, str]]) -> list[RankShards]:
-    degrees = mesh.degrees
-    size = mesh.size
-    tensor = degrees.model_parallel
-    number, width = {
-        "tp": (tensor, 1), "cp": (degrees.context_parallel, tensor), "ep": (degrees.expert_parallel, 1),
-    }[kind]  # fmt: skip
+    _, _, context, tensor, expert = mesh.degrees
+    number, width = {"tp": (tensor, 1), "cp": (context, tensor), "ep": (expert, 1)}[kind]
     if number == 1:
         return []
-    blocks = [range(rank * width, size, number * width) for rank in range(number)]
+    blocks = [range(rank * width, mesh.size, number * width) for rank in range(number)]
     return [RankShards(rank, _blocks_text(block, width), parts_of(rank)) for rank, block in enumerate(blocks)]
 
 
@@ -291,10 +288,9 @@ def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]
     parts["heads"] = local_range(attention.heads)
     kv_heads = attention.shared_kv_heads
     if kv_heads is not None:
+        parts["kv heads"] = local_range(kv_heads)
         copies = tensor // min(tensor, kv_heads)
-        if copies == 1:
-            parts["kv heads"] = local_range(kv_heads)
-        else:
+        if copies > 1:
             parts["kv heads"] = f"{rank // copies} (on {copies} ranks)"
     parts |= {name: local_range(width) for name, width in widths.items() if width}
     parts["vocabulary"] = local_range(spec.vocabulary)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from trainer.config import Config
 from trainer.config.layer_ranges import layer_text
+from trainer.config.schema.moe import MoEConfig
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
 from trainer.models.spec.shapes import balanced_layers
 from trainer.optim.freeze import frozen_names
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.config.schema.moe import MoEConfig
 
 _POLICIES = {"position": "the last of a micro-batch", "probability": "those with the lowest scores"}
 
@@ -26,8 +23,7 @@ def experts_plan(config: Config) -> dict[str, str]:
     if settings.experts is not None:
         lines = _experts(config, settings.experts)
         kind = " with experts"
-    number = model_spec(settings).mtp_modules
-    if number:
+    if number := model_spec(settings).mtp_modules:
         modules = "1 module"
         if number > 1:
             modules = f"{number} modules"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
+from trainer.config import Config
 from trainer.config.checks.parallel import (
     micro_batches_per_step,
     parallel_degrees,
@@ -29,6 +29,7 @@ from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups, state_names
+from trainer.parallel.sharding import FLOAT32_BYTES
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.activations import ActivationMemory
 from trainer.plan.device.memory import device_memory, fixed_bytes
@@ -36,25 +37,17 @@ from trainer.plan.device.model_facts import ModelFacts, model_facts
 from trainer.plan.division import RankParams, micro_batch_tokens, rank_params_per_stage
 from trainer.storage.base_dtypes import bytes_of
 
-if TYPE_CHECKING:
-    from trainer.config import Config
-
 MAX_SAMPLED_TOKENS = 128
 """The default of `max_new_tokens` for text samples of a training, which waits for them."""
-_FLOAT32_BYTES = 4
 _ON_DEVICE = ("weights", "gradients", "optimizer state", "activations")
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
 _WORKSPACE_BYTES = 104 << 20  # what a run imports, threads and their scratch memory
 
 
 def memory_estimate(
-    config: Config,
-    trains: bool,
-    device: str,
-    world: World = SINGLE_PROCESS,
-    stage: int | None = None,
+    config: Config, trains: bool, device: str, world: World = SINGLE_PROCESS, stage: int | None = None,
     facts: ModelFacts | None = None,
-) -> dict[str, int]:
+) -> dict[str, int]:  # fmt: skip
     """Returns the estimated peak of a rank's memory in bytes, by part and in total.
 
     On a CPU it is resident memory, on an Ascend device memory.
@@ -84,10 +77,9 @@ def decoder_facts(config: Config, trains: bool) -> ModelFacts:
 def _host_memory(config: Config, trains: bool, device: str, world: World, params: RankParams) -> dict[str, int]:
     on_host = on_arrays(config, device, world)
     shard_bytes = _ShardBytes(config, world)
+    weights = _bytes(params.shapes)
     if trains:
         weights = shard_bytes.weights(params.shapes)
-    else:
-        weights = _bytes(params.shapes)
     dtypes = {name: dtype for name, dtype in base_dtypes(config.network).items() if name in params.shapes}
     if dtypes:  # `preflight` refuses ranks that shard weights
         frozen = {name: params.shapes[name] for name in dtypes}
@@ -95,7 +87,7 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, params
     parts = {"MindSpore and Python": _IMPORT_BYTES}
     parts["workspaces"] = _WORKSPACE_BYTES
     parts["weights"] = weights
-    if dtypes and _product_bytes(config, world) == _FLOAT32_BYTES:  # `activations` have rounded copies
+    if dtypes and _product_bytes(config, world) == FLOAT32_BYTES:  # `activations` have rounded copies
         parts["decompressed layer"] = _largest_unit({name: frozen[name] for name in frozen if name.startswith(LAYERS)})
     if trains and config.sample_prompt and device == "CPU":
         copies = 0
@@ -104,20 +96,14 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, params
         parts["text samples"] = copies + _sampling_bytes(config, params)
     if config.run_mode in ("predict", "chat") or config.tasks:
         parts["cache of a full context"] = _cache_bytes(config, device)
-        copies = 0
-        if device == "CPU" and not dtypes:
-            copies = _merged_bytes(params)
-        if copies:
+        if device == "CPU" and not dtypes and (copies := _merged_bytes(params)):
             parts["matrices merged with adapters"] = copies
     if config.run_mode == "eval" and on_host:
         parts["activations"] = ActivationMemory(config, world, params, _product_bytes(config, world)).evaluation_peak()
     if trains:
         degrees = parallel_degrees(config, world)
-        copies = 2
-        if micro_batches_per_step(config, degrees) == 1:
-            copies = 1
         trained = {name: params.shapes[name] for name in trained_shapes(config) if name in params.shapes}
-        parts["gradients"] = shard_bytes.gradients(trained, copies)
+        parts["gradients"] = shard_bytes.gradients(trained, min(2, micro_batches_per_step(config, degrees)))
         parts["optimizer state"] = shard_bytes.optimizer_state(trained)
         if on_host:
             if degrees.data_parallel * degrees.context_parallel > 1:  # a copy of what is summed, as was measured
@@ -151,10 +137,9 @@ class _ShardBytes:
         self.config = config
         self.world = world
         self.degrees = parallel_degrees(config, world)
+        self.level = ""
         if shards_optimizer(config, world):
             self.level = zero_level(config)
-        else:
-            self.level = ""
         self.threshold_bytes = shard_threshold_bytes(config)
 
     def shard(self, name: str, shape: tuple[int, ...]) -> int:
@@ -221,10 +206,10 @@ def _gradients_in_backward_pass(
     return {name: shard_bytes.gradients({name: trained[name]}, 1) for name in names if name in trained}
 
 
-def _product_bytes(config: Config, world: World) -> int:
-    """Returns the bytes of one input element of the matrix products of native layers."""
-    if precision_of(config, "CPU", world).compute.dtype == "float32":
-        return _FLOAT32_BYTES
+def _product_bytes(config: Config, world: World = SINGLE_PROCESS, device: str = "CPU") -> int:
+    """Returns the bytes of one input element of the matrix products, by default of native layers."""
+    if precision_of(config, device, world).compute.dtype == "float32":
+        return FLOAT32_BYTES
     return 2
 
 
@@ -233,11 +218,11 @@ def _operator_bytes(config: Config, params: RankParams, world: World) -> int:
     settings = config.network
     if not isinstance(settings, ModelConfig):
         labels = config.runner_config.batch_size * settings.labels_per_sequence
-        return 3 * settings.numbers_per_label * labels * _FLOAT32_BYTES  # each layer: input, product, its gradient
+        return 3 * settings.numbers_per_label * labels * FLOAT32_BYTES  # each layer: input, product, its gradient
     tokens = micro_batch_tokens(config, parallel_degrees(config, world))
     # Operators keep what they take, about twice what native layers keep, and scores and softmax of all heads.
-    native = ActivationMemory(config, world, params, _FLOAT32_BYTES).training_peak({})
-    scores = len(params.passes) * settings.num_heads * settings.seq_length * tokens * _FLOAT32_BYTES
+    native = ActivationMemory(config, world, params, FLOAT32_BYTES).training_peak({})
+    scores = len(params.passes) * settings.num_heads * settings.seq_length * tokens * FLOAT32_BYTES
     return 2 * (native + scores)
 
 
@@ -250,11 +235,8 @@ def _cache_bytes(config: Config, device: str) -> int:
     if config.tasks:
         rows = config.runner_config.batch_size
     tokens = rows * (settings.max_decode_length or settings.seq_length)
-    dtype = precision_of(config, device).compute.dtype
     numbers = tokens * settings.num_layers * sum(attention_spec(settings).cache_widths)
-    if dtype == "float32":
-        return numbers * _FLOAT32_BYTES
-    return numbers * 2
+    return numbers * _product_bytes(config, device=device)
 
 
 def _sampling_bytes(config: Config, params: RankParams) -> int:
@@ -268,7 +250,7 @@ def _sampling_bytes(config: Config, params: RankParams) -> int:
     longest = max(len(prompt.encode()) for prompt in prompts)
     tokens = min(longest + new, settings.seq_length) * len(prompts)
     cached = tokens * len(params.passes) * sum(attention_spec(settings).cache_widths) // params.tensor
-    return cached * _FLOAT32_BYTES
+    return cached * FLOAT32_BYTES
 
 
 def _merged_bytes(params: RankParams) -> int:
@@ -278,7 +260,7 @@ def _merged_bytes(params: RankParams) -> int:
 
 
 def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values()) * _FLOAT32_BYTES
+    return sum(math.prod(shape) for shape in shapes.values()) * FLOAT32_BYTES
 
 
 def check_host_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, total_bytes: int | None = None) -> None:
@@ -298,10 +280,9 @@ def check_host_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, 
     if needed <= total_bytes:
         return
     gib = 1 << 30
+    who = f"of the {ranks} ranks of this host"
     if ranks == 1:
         who = "of the model"
-    else:
-        who = f"of the {ranks} ranks of this host"
     rule = (
         f"weights, gradients and optimizer state {who} alone take {needed / gib:,.1f} GiB of memory,"
         f" and this machine has {total_bytes / gib:,.1f} GiB"
@@ -321,10 +302,9 @@ def memory_notes(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1)
     needed_bytes = rank_bytes * ranks
     if needed_bytes > left_bytes:
         mib = 1 << 20
+        who = f"the {ranks} ranks of this host need"
         if ranks == 1:
             who = "the run needs"
-        else:
-            who = f"the {ranks} ranks of this host need"
         yield (
             f"{who} about {needed_bytes / mib:,.0f} MiB of memory and {left_bytes / mib:,.0f} MiB are left:"
             " a smaller runner_config.batch_size with more micro-batches a step, or recompute_config.recompute,"

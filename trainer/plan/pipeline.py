@@ -6,21 +6,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trainer.config import Config
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers, training_schedule
 from trainer.errors import UserError
 from trainer.parallel.schedule import Action, Cost, Schedule, Timeline, keys_of_slice, max_in_flight, simulate
 from trainer.plan.flops import Operator, Products, decoder_products
 
-if TYPE_CHECKING:
-    from trainer.config import Config
-
 _MOST_SIMULATED = 4  # times the stages: with more micro-batches the middle of the schedule repeats itself
 _MOST_DRAWN = 16  # micro-batches
-_BLUES = ("#9ecae1", "#4292c6", "#2171b5", "#08519c")
-_GREENS = ("#c7e9c0", "#74c476", "#31a354", "#006d2c")
+_COLOURS = {
+    "forward": ("#9ecae1", "#4292c6", "#2171b5", "#08519c"),  # blues
+    "backward": ("#c7e9c0", "#74c476", "#31a354", "#006d2c"),  # greens
+}
 
 
 @dataclass(frozen=True)
@@ -223,9 +222,7 @@ def _schedule_lines(schedule: Schedule) -> Iterator[str]:
 
 
 def _label(action: Action, chunks: int) -> str:
-    label = f"B{action.micro_batch}"
-    if action.kind == "forward":
-        label = f"F{action.micro_batch}"
+    label = f"{action.kind[0].upper()}{action.micro_batch}"
     if chunks == 1:
         return label
     if chunks <= 26:
@@ -246,14 +243,11 @@ def _draw_picture(schedule: Schedule, timeline: Timeline, title: str, picture: P
     figure = Figure(figsize=(min(4 + 0.3 * actions, 40), 1.6 + 0.45 * schedule.stages), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.add_subplot()
-    shades = min(schedule.chunks, len(_BLUES))
+    shades = min(schedule.chunks, len(_COLOURS["forward"]))
     for stage, slots in enumerate(timeline.slots):
         for start, end, action in slots:
             shade = action.chunk * shades // schedule.chunks
-            colours = _GREENS
-            if action.kind == "forward":
-                colours = _BLUES
-            colour = colours[shade]
+            colour = _COLOURS[action.kind][shade]
             axis.barh(stage, end - start, left=start, height=0.9, color=colour, edgecolor="white", linewidth=0.6)
             ink = "black"
             if shade > 1:

@@ -29,14 +29,7 @@ from trainer.models.spec.names import has_name, is_buffer
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.host_library import find_onednn
 from trainer.ops.precision import PartDtype
-from trainer.ops.select import (
-    KernelChoice,
-    dtype_notes,
-    on_arrays,
-    part_dtypes,
-    precision_of,
-    select_kernels,
-)
+from trainer.ops.select import KernelChoice, dtype_notes, on_arrays, part_dtypes, precision_of, select_kernels
 from trainer.optim.freeze import freeze_notes, trained_shapes
 from trainer.optim.groups import ParameterGroup, matching_parameters, parameter_groups, unmatched_decay_rules
 from trainer.optim.schedules import build_schedule, first_full_step
@@ -230,14 +223,9 @@ class Plan:
 
 
 def plan_run(
-    config: Config,
-    world: World,
-    backend: ExecutionMode,
-    device: str,
-    memory_bytes: Mapping[str, int],
-    progress: Progress,
-    opens_data: bool = True,
-) -> Plan:
+    config: Config, world: World, backend: ExecutionMode, device: str, memory_bytes: Mapping[str, int],
+    progress: Progress, opens_data: bool = True,
+) -> Plan:  # fmt: skip
     """Computes what a run of this checked configuration will do, and opens its data.
 
     Args:
@@ -326,12 +314,10 @@ def _data_plan(config: Config, data: TrainingBatches | EvalBatches | None) -> Da
     from trainer.data.batches.loader import TrainingBatches
 
     rows = 0
-    evaluation: EvalBatches | None
+    evaluation: Any = data
     if isinstance(data, TrainingBatches):
         rows = data.dataset.num_sequences
         evaluation = data.evaluation
-    else:
-        evaluation = data
     return DataPlan(
         rows=rows,
         eval_rows=_eval_rows(evaluation),
@@ -463,9 +449,7 @@ def _unmatched_pattern_notes(config: Config) -> Iterator[Note]:
         if not matches:
             near = ", ".join(get_close_matches(text, names, n=3, cutoff=0.0))
             where = config.source.where(f"{key}.{number}") or config.source.where(key)
-            place = ""
-            if where:
-                place = f" ({where})"
+            place = where and f" ({where})"
             yield Note(f"{key} {text!r}{place} matches no trained parameter; the nearest names are {near}", "ignored")
     if section.invert and len(matched) == len(names):
         yield Note(f"{key} matches every trained parameter, and invert leaves none to record", "ignored")
@@ -479,10 +463,8 @@ def _eval_rows(data: EvalBatches | None) -> int | None:
     """Returns the sequences that an evaluation reads: all of them, or `max_batches` batches on every rank."""
     if data is None:
         return None
-    most = (data.max_batches or 0) * data.loader.global_batch_size
-    if most:
-        return min(data.dataset.num_sequences, most)
-    return data.dataset.num_sequences
+    every = data.dataset.num_sequences
+    return min(every, (data.max_batches or 0) * data.loader.global_batch_size or every)
 
 
 def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, float], ...]:

@@ -152,8 +152,7 @@ def _kernel_text(model: ModelPlan) -> str:
 def sharding_sections(plan: ShardingPlan, pipeline: PipelinePlan | None) -> list[Section]:
     """Returns tables of the groups of ranks and of their shards of the model."""
     groups: Rows = [("group", "ranks", "groups", "first", "last")]
-    for group in plan.groups:
-        groups.append((group.name, str(group.size), f"{group.number:,}", group.first, group.last))
+    groups += [(each.name, str(each.size), f"{each.number:,}", each.first, each.last) for each in plan.groups]
     sections: list[Section] = [(f"groups of ranks ({plan.order})", groups)]
     if pipeline is not None:
         header = ("stage", "ranks", "layers", "and", "weights", "work", "in flight")
@@ -221,13 +220,12 @@ def _pairs(cell: str, separator: str) -> list[str]:
 def _pipeline_rows(pipeline: PipelinePlan) -> Rows:
     kind = "1F1B"
     parts = ""
+    estimated = "estimated"
     if pipeline.chunks > 1:
         kind = "interleaved 1F1B"
+        parts = f", {pipeline.chunks} chunks of layers each"
     if pipeline.scheduler == "gpipe":
         kind = "GPipe"
-    if pipeline.chunks > 1:
-        parts = f", {pipeline.chunks} chunks of layers each"
-    estimated = "estimated"
     if pipeline.scheduler not in ("1f1b", "gpipe"):
         kind = f"{pipeline.scheduler} of MindSpore"
         estimated = "estimated for 1F1B"

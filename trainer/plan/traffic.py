@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from trainer.config import Config
 from trainer.config.checks.degrees import ulysses_degree
-from trainer.config.checks.parallel import (
-    micro_batches_per_step,
-    parallel_degrees,
-    runs_semi_auto,
-)
-from trainer.config.stages import chunk_layers
+from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, runs_semi_auto
+from trainer.config.schema.moe import MoEConfig
 from trainer.models.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN
 from trainer.models.spec.saved import logit_rows
@@ -29,13 +26,9 @@ from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import precision_of
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate
 from trainer.parallel.sharding import FLOAT32_BYTES, Collective, bytes_sent
-from trainer.plan.division import fullest_rank, micro_batch_tokens, rank_groups
+from trainer.parallel.world import World
+from trainer.plan.division import fullest_rank, micro_batch_tokens, pipeline_layers, rank_groups
 from trainer.plan.weight_traffic import Call, JobInfo, weight_calls
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.config.schema.moe import MoEConfig
-    from trainer.parallel.world import World
 
 EVEN_ROWS = "rows of experts, if routed evenly"
 _COUNT_BYTES = 8  # of the number of rows for an expert
@@ -124,22 +117,15 @@ def _micro_batch_calls(
     config: Config, world: World, device: str, where: MeshCoordinate, job: JobInfo
 ) -> Iterator[Call]:
     """Yields the calls of the passes of one micro-batch: all but those for gradients and weights."""
-    spec = job.spec
     degrees = parallel_degrees(config, world)
-    stages = degrees.pipeline_stage
-    is_last = where.pipeline == stages - 1
-    if is_last:
-        modules = spec.module_layers
-    else:
-        modules = range(0)
-    if stages > 1:
-        stage_chunks = chunk_layers(config)
-    else:
-        stage_chunks = [[list(range(spec.num_layers))]]
+    stage_chunks = pipeline_layers(config, degrees)
+    layers = [layer for chunk in stage_chunks[where.pipeline] for layer in chunk]
+    if where.pipeline == degrees.pipeline_stage - 1:
+        layers += job.spec.module_layers
     sizes = MessageSizes.from_config(config, world, device)
-    for layer in [*(layer for chunk in stage_chunks[where.pipeline] for layer in chunk), *modules]:
+    for layer in layers:
         passes = LayerPasses(layer >= job.first, job.recomputed[layer], sizes.on_host or config.context.mode == 0)
-        yield from layer_calls(config, degrees, spec.layers[layer], sizes, passes)
+        yield from layer_calls(config, degrees, job.spec.layers[layer], sizes, passes)
     yield from end_calls(job, sizes, stage_chunks, where)
 
 
@@ -265,10 +251,9 @@ def _leave(sizes: MessageSizes, what: str, columns: int, forward: int, backward:
 
 
 def _sum_over_tensor(sizes: MessageSizes, what: str, numbers: int, times: int) -> Call:
+    kind: Collective = "all_reduce"
     if sizes.shares_rows:
-        kind: Collective = "reduce_scatter"
-    else:
-        kind = "all_reduce"
+        kind = "reduce_scatter"
     return Call("tp", what, kind, numbers * sizes.gradient_width, times, sizes.gradient_width)
 
 
@@ -295,19 +280,18 @@ def _context_calls(config: Config, degrees: Degrees, sizes: MessageSizes, passes
     The ranks of a ring gather keys and values; those of Ulysses attention exchange heads for tokens.
     """
     what = "keys and values"
-    attention = sizes.attention
     ranks = degrees.context_parallel
+    attention = sizes.attention
     width = sizes.width
     gradient_width = sizes.gradient_width
     ulysses = 1
     if sizes.on_host:
         ulysses = min(ranks, ulysses_degree(config))
+    by_ring = "cp"
+    by_heads = "cp"
     if 1 < ulysses < ranks:
         by_ring = "ring"
         by_heads = "ulysses"
-    else:
-        by_ring = "cp"
-        by_heads = "cp"
     tokens = ulysses * sizes.tokens
     forward = 1 + passes.is_recomputed("attention")
     kv_heads = max(1, attention.kv_heads // ulysses)
@@ -374,9 +358,7 @@ def _expert_calls(
     yield Call("ep", EVEN_ROWS, "all_to_all", expert_rows * row, 2 * (forward + passes.backward), width)
 
 
-def _router_calls(
-    config: Config, moe: MoEConfig, degrees: Degrees, local_tokens: int, forward: int
-) -> Iterator[Call]:
+def _router_calls(config: Config, moe: MoEConfig, degrees: Degrees, local_tokens: int, forward: int) -> Iterator[Call]:
     """Yields the calls of a router.
 
     The ranks of a micro-batch gather the load of each expert for the balance loss. With a capacity they gather the
@@ -392,12 +374,9 @@ def _router_calls(
 
 
 def _stage_calls(
-    sizes: MessageSizes,
-    hidden: int,
-    stage_chunks: Sequence[Sequence[Sequence[int]]],
-    first: int,
+    sizes: MessageSizes, hidden: int, stage_chunks: Sequence[Sequence[Sequence[int]]], first: int,
     where: MeshCoordinate,
-) -> Iterator[Call]:
+) -> Iterator[Call]:  # fmt: skip
     """Yields the messages of a pipeline stage: activations to the next part of the model, gradients to the part before.
 
     Args:

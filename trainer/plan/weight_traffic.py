@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from trainer.config import Config
 from trainer.config.checks.parallel import (
     micro_batches_per_step,
     parallel_degrees,
@@ -24,11 +25,8 @@ from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import SHARD_GROUPS, SUM_GROUPS, ModelLayout, SumGroup
 from trainer.parallel.mesh import MeshCoordinate
 from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, shard_range
+from trainer.parallel.world import World
 from trainer.plan.division import model_layout_for
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.parallel.world import World
 
 _MODULE_NORM = "shared_head.norm.weight"
 
@@ -81,10 +79,7 @@ def weight_calls(config: Config, world: World, where: MeshCoordinate, job: JobIn
             sizes[name] = math.prod(layout.shard(name, where).shape)
     trained = {name: size for name, size in sizes.items() if name in job.trained}
     shared = ZeroShards.from_config(config, world, layout, where, sizes)
-    if shared.level > "level1":
-        scattered = {name for name in trained if name in shared.sizes}
-    else:
-        scattered = set()
+    scattered = {name for name in trained if name in shared.sizes and shared.level > "level1"}
     yield from _sums_of_gradients(layout, trained, shared, scattered, number)
     if shared.level == "level3":
         yield from _gathered_weights(job, shared, where, number)
@@ -138,9 +133,12 @@ class ZeroShards(NamedTuple):
 
     def group(self, name: str) -> str:
         """Returns the group whose ranks shard a parameter."""
+        kind: SumGroup = "dp_cp"
+        if is_expert(name):
+            kind = "expert_dp"
         if self.has_replicas:
-            return SHARD_GROUPS[self._data_group(name)][0]
-        return self._data_group(name)
+            return SHARD_GROUPS[kind][0]
+        return kind
 
     def sums(self, name: str) -> Iterator[SumGroup]:
         """Yields the groups over which the gradient of a parameter is summed, one after the other."""
@@ -149,11 +147,6 @@ class ZeroShards(NamedTuple):
                 yield from SHARD_GROUPS.get(kind, (kind,))
             else:
                 yield kind
-
-    def _data_group(self, name: str) -> SumGroup:
-        if is_expert(name):
-            return "expert_dp"
-        return "dp_cp"
 
 
 def _sums_of_gradients(
@@ -184,9 +177,7 @@ def _sums_of_gradients(
             yield Call(kind, what, "all_reduce", sum(one.size for one in bucket) * FLOAT32_BYTES, 1)
 
 
-def _update_calls(
-    config: Config, layout: ModelLayout, shared: ZeroShards, sizes: Mapping[str, int]
-) -> Iterator[Call]:
+def _update_calls(config: Config, layout: ModelLayout, shared: ZeroShards, sizes: Mapping[str, int]) -> Iterator[Call]:
     """Yields the gathers of updated weights, and of the directions of matrices that Muon updates."""
     shapes = {name: layout.parameters[name].shape for name in sizes}
     update_groups = parameter_groups(shapes, config.optimizer)
@@ -205,9 +196,7 @@ def _update_calls(
         yield Call(group, "updated weights", "all_gather", updated * FLOAT32_BYTES, bool(updated))
 
 
-def _gathered_weights(
-    job: JobInfo, shared: ZeroShards, where: MeshCoordinate, micro_batches: int
-) -> Iterator[Call]:
+def _gathered_weights(job: JobInfo, shared: ZeroShards, where: MeshCoordinate, micro_batches: int) -> Iterator[Call]:
     """Yields the gathers of sharded weights before their forward and backward passes."""
     spec = job.spec
     is_last = where.pipeline == shared.layout.degrees.pipeline_stage - 1

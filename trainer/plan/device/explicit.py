@@ -12,24 +12,20 @@ gradients are there. Beside them a compiled function holds, from call to call,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from trainer.config import Config
 from trainer.config.checks.parallel import micro_batches_per_step
+from trainer.models.spec.model import ModelSpec
 from trainer.models.spec.names import EMBEDDING, HEAD
-from trainer.parallel.sharding import BUCKET_BYTES
+from trainer.parallel.mesh import Degrees
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES
 from trainer.plan.device.graph import number_width, stage_chunks, stage_passes
 from trainer.plan.device.layers import LayerMemory, function_buffers, layer_memory
+from trainer.plan.device.model_facts import ModelFacts
 from trainer.plan.division import micro_batch_tokens
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from trainer.config import Config
-    from trainer.models.spec.model import ModelSpec
-    from trainer.parallel.mesh import Degrees
-    from trainer.plan.device.model_facts import ModelFacts
-
-_FLOAT32_BYTES = 4
 _PIECE = 1 << 24  # logits that the loss computes at a time
 _PIECE_BYTES = 8  # that its compiled functions hold for each of them: two arrays in float32
 _PENDING = 3  # buckets of gradients whose inputs exist at the same time, see `trainer.parallel.gradients`
@@ -119,17 +115,12 @@ def explicit_memory(
         reached += [number for number in layers if number >= facts.first]
         chunks.append({number: layer_of(number) for number in layers if number >= facts.first})
     kept = [sum(one.kept for one in layers.values()) for layers in chunks]
-    stream = tokens * spec.hidden * _FLOAT32_BYTES
+    stream = tokens * spec.hidden * FLOAT32_BYTES
     buffers = 2 * stream // rows  # gradients of the residual stream
     kinds = {(id(spec.layers[number]), id(facts.layers[number]), again[number]): number for number in reached}
     key = ("buffers", tuple(kinds), rows, degrees, tokens)
-
-    def held_bytes() -> int:
-        """Returns what the functions of all layers hold, which is computed once for all layouts with equal ones."""
-        parts = [(spec.layers[n], again[n], _is_frozen_in_part(facts, n)) for n in kinds.values()]
-        return function_buffers(settings, parts, half, rows, degrees, tokens)
-
-    buffers += facts.once(key, held_bytes)
+    parts = [(spec.layers[n], again[n], _is_frozen_in_part(facts, n)) for n in kinds.values()]
+    buffers += facts.once(key, lambda: function_buffers(settings, parts, half, rows, degrees, tokens))
     if stage == 0:
         buffers += stream // rows  # rows of the embedding
         if tensor > 1:  # and before the ranks add them up, which each micro-batch keeps
@@ -139,7 +130,7 @@ def explicit_memory(
     if stage == degrees.pipeline_stage - 1:
         head = _head(spec, facts, tokens, half, gradients)
         # Of the last call: the gradient of the stream, and its norm.
-        buffers += tokens * spec.embedding * (_FLOAT32_BYTES + width) + head.copies
+        buffers += tokens * spec.embedding * (FLOAT32_BYTES + width) + head.copies
     at_once = max(
         sum(one * passes for one, passes in zip(kept, counts, strict=True)) + sent * stream // rows
         for counts, sent in stage_passes(config, degrees, facts, stage)
@@ -209,9 +200,7 @@ def _backward_peak(
     return max(peak, kept + max(existing + _lookup_gradient(gradients, head), end))
 
 
-def _reduced_peak(
-    gradients: StageGradients, kept: int, layers: Mapping[int, LayerMemory], head: _Head
-) -> int:
+def _reduced_peak(gradients: StageGradients, kept: int, layers: Mapping[int, LayerMemory], head: _Head) -> int:
     """Returns the peak of a backward pass during which the ranks add up the gradients in buckets."""
     share = gradients.final / max(gradients.total, 1)
     peak = kept + head.working
@@ -241,25 +230,23 @@ def _lookup_gradient(gradients: StageGradients, head: _Head) -> int:
     return gradients.ends[EMBEDDING].raw * (1 + bool(head.waits))
 
 
-def _head(
-    spec: ModelSpec, facts: ModelFacts, tokens: int, half: bool, gradients: StageGradients
-) -> _Head:
+def _head(spec: ModelSpec, facts: ModelFacts, tokens: int, half: bool, gradients: StageGradients) -> _Head:
     """Returns the bytes of the heads of the model and of its multi-token prediction modules."""
     width = number_width(half)
     heads = 1 + spec.mtp_modules
     matrix = spec.vocabulary * spec.embedding * width
     kept = heads * tokens * spec.embedding * width  # the norm of the stream
     # Of a module: the embeddings, their norm and that of the stream, and both joined.
-    kept += spec.mtp_modules * tokens * spec.hidden * (_FLOAT32_BYTES + 4 * width)
+    kept += spec.mtp_modules * tokens * spec.hidden * (FLOAT32_BYTES + 4 * width)
     # The gradient of the stream, to which that of a chunk of the vocabulary is added, and cast.
-    working = tokens * spec.embedding * (_FLOAT32_BYTES + 2 * width)
+    working = tokens * spec.embedding * (FLOAT32_BYTES + 2 * width)
     copies = 0
     name = HEAD
     if spec.tied:
         name = EMBEDDING
     if half and (spec.tied or spec.mtp_modules):  # the matrix has no copy: each head casts it, and its gradient
         copies = heads * matrix
-        gradient = matrix // width * (width + _FLOAT32_BYTES)
+        gradient = matrix // width * (width + FLOAT32_BYTES)
     else:
         gradient = 2 * matrix  # chunk by chunk, and joined
     if name not in facts.trained:

@@ -7,7 +7,8 @@ What is counted is what MindSpore's allocator had in use at the peak of dry runs
   for each micro-batch under way. What is computed again makes its copies again, one layer at a time. Where ranks share
   the weights, they keep what they have gathered once for all micro-batches (below optimizer level3);
 * on the last stage the logits, four times in float32 when their gradient is made;
-* while a layer's backward pass runs what it has computed again, and gradients inside its feed-forward layer.
+* while a layer's backward pass runs what it has computed again, and gradients inside its feed-forward layer; beside
+  what is gathered, gradients that wait to be reduced, in half precision and in float32.
 
 A stage has as many micro-batches under way as its schedule says; see `trainer.config.stages.training_schedule`.
 
@@ -18,23 +19,21 @@ sequences, and of their gradients, and each slice under way keeps keys and value
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
+from trainer.config import Config
 from trainer.config.checks.parallel import zero_level
 from trainer.config.recompute import comm_recompute_layers
+from trainer.config.schema.model import ModelConfig
+from trainer.models.spec.model import AttentionSpec
 from trainer.models.spec.names import EMBEDDING, HEAD
 from trainer.models.spec.sublayers import attention_spec, moe_spec
+from trainer.parallel.mesh import Degrees
+from trainer.parallel.sharding import FLOAT32_BYTES
+from trainer.plan.device.model_facts import ModelFacts
 from trainer.plan.division import micro_batch_tokens
 
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.config.schema.model import ModelConfig
-    from trainer.models.spec.model import AttentionSpec
-    from trainer.parallel.mesh import Degrees
-    from trainer.plan.device.model_facts import ModelFacts
-
-_FLOAT32_BYTES = 4
 _LOGIT_BYTES = 16  # one-hot labels, softmax, and two while the gradient is made
 _LOSS_BYTES = 8  # of these what a loss keeps for its backward pass
 
@@ -86,7 +85,7 @@ def number_width(half: bool) -> int:
     """Returns the bytes of a number in the dtype of the products."""
     if half:
         return 2
-    return _FLOAT32_BYTES
+    return FLOAT32_BYTES
 
 
 def graph_memory(
@@ -110,7 +109,7 @@ def graph_memory(
     slices = config.parallel.pipeline_config.slices
     mask = config.runner_config.batch_size * settings.seq_length**2 // slices
     if not is_flash(settings, half):
-        mask *= _FLOAT32_BYTES
+        mask *= FLOAT32_BYTES
     caches = _cache_bytes(settings, tokens, slices, width, share)
     copy_width = 0
     if half or shares:
@@ -137,11 +136,11 @@ def graph_memory(
             if degrees.pipeline_stage == 1 and "mlp" in remade and not settings.is_moe_layer(layer):
                 kept[-1] += tokens * _early_bytes(settings, half, share)
             of_layer = matrices.layers[layer]
-            layer_copies = {name: size * copy_width // _FLOAT32_BYTES for name, size in of_layer.items()}
+            layer_copies = {name: size * copy_width // FLOAT32_BYTES for name, size in of_layer.items()}
             copies[-1] += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
             if keeps_gathered or "mlp" not in remade:
-                copies[-1] -= matrices.gathered[layer] * copy_width // _FLOAT32_BYTES
-                copied_once += matrices.gathered[layer] * copy_width // _FLOAT32_BYTES
+                copies[-1] -= matrices.gathered[layer] * copy_width // FLOAT32_BYTES
+                copied_once += matrices.gathered[layer] * copy_width // FLOAT32_BYTES
             inside = sum(sublayers[name].saved for name in remade)
             gradients = sublayers["mlp"].backward - sublayers["mlp"].inside
             stream = sublayers["attention"].stream + width * settings.hidden_size
@@ -149,25 +148,25 @@ def graph_memory(
             if not keeps_gathered:
                 transient = max((layer_copies[name] for name in remade), default=0)
             if part == "block" and shares and not adds_up:
-                transient += _waiting_gradients(sum(of_layer.values()), half)
+                transient += sum(of_layer.values()) * (4 + half) // 2
             working = max(working, tokens * (inside + gradients + stream) + transient)
     if half and is_last:
-        copies[-1] += matrices.ends.get(HEAD, matrices.ends.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
+        copies[-1] += matrices.ends.get(HEAD, matrices.ends.get(EMBEDDING, 0)) * width // FLOAT32_BYTES
     losses = 0  # what the loss of each other pass under way keeps
     if is_last:
         vocabulary = _local_vocabulary(settings, share)
         logits = vocabulary * (_LOGIT_BYTES + modules * _LOSS_BYTES)
-        working = max(working, tokens * (logits + settings.hidden_size * (_FLOAT32_BYTES + width)))
+        working = max(working, tokens * (logits + settings.hidden_size * (FLOAT32_BYTES + width)))
         losses = tokens * vocabulary * _LOSS_BYTES * (1 + modules)
     if shares and stage == 0 and degrees.pipeline_stage > 1:
         # The lookup of the last micro-batch under way: the gathered embedding, and rows before they are summed.
-        rows = 2 * _FLOAT32_BYTES * tokens * settings.hidden_size
+        rows = 2 * FLOAT32_BYTES * tokens * settings.hidden_size
         working = max(working, matrices.ends[EMBEDDING] + rows)
-    tables = 2 * max(settings.seq_length, settings.max_positions) * settings.rotary_size * _FLOAT32_BYTES
+    tables = 2 * max(settings.seq_length, settings.max_positions) * settings.rotary_size * FLOAT32_BYTES
     causal = settings.seq_length**2 * len(chunks)
     moments = [
         (
-            copied_once + _copied(copies, counts, keeps_gathered),
+            copied_once + sum(one * (keeps_gathered or passes) for one, passes in zip(copies, counts, strict=True)),
             sum(one * passes for one, passes in zip(kept, counts, strict=True)) + losses * max(counts[-1] - 1, 0),
         )
         for counts, _ in stage_passes(config, degrees, facts, stage)
@@ -191,22 +190,6 @@ def _remade_part(config: Config, degrees: Degrees, part: str, layer: int) -> str
     if part == "mlp" and keeps_mlp and not config.decoder.is_moe_layer(layer):
         return ""
     return part
-
-
-def _waiting_gradients(layer_bytes: int, half: bool) -> int:
-    """Returns the bytes of gradients that wait to be reduced, in half precision and in float32, beside what is
-    gathered.
-    """
-    if half:
-        return layer_bytes * 5 // 2
-    return layer_bytes * 2
-
-
-def _copied(copies: Sequence[int], counts: Sequence[int], keeps_gathered: bool) -> int:
-    """Returns the bytes of copies by chunk; each of `counts` passes under way has some unless the rank keeps them."""
-    if keeps_gathered:
-        return sum(copies)
-    return sum(one * passes for one, passes in zip(copies, counts, strict=True))
 
 
 class _CacheBytes(NamedTuple):
@@ -236,18 +219,13 @@ def _cache_bytes(settings: ModelConfig, tokens: int, slices: int, width: int, sh
 
 def stage_chunks(config: Config, degrees: Degrees, facts: ModelFacts, stage: int) -> list[list[int]]:
     """Returns the layers of each model chunk of a stage; modules belong to the last one."""
-    spec = facts.spec
-    chunks = [list(range(spec.num_layers))]
-    if degrees.pipeline_stage > 1:
-        chunks = [list(layers) for layers in facts.chunks(config)[stage]]
+    chunks = [list(layers) for layers in facts.chunks(config, degrees)[stage]]
     if stage == degrees.pipeline_stage - 1:
-        chunks[-1] += spec.module_layers
+        chunks[-1] += facts.spec.module_layers
     return chunks
 
 
-def stage_passes(
-    config: Config, degrees: Degrees, facts: ModelFacts, stage: int
-) -> list[tuple[tuple[int, ...], int]]:
+def stage_passes(config: Config, degrees: Degrees, facts: ModelFacts, stage: int) -> list[tuple[tuple[int, ...], int]]:
     """Returns how many passes of each chunk wait for their backward pass at the same time, and the messages sent by
     then: what is sent exists until the end of the step, when a stage of explicit mode waits for all of it."""
     if degrees.pipeline_stage == 1:
@@ -285,7 +263,7 @@ def _early_bytes(settings: ModelConfig, half: bool, share: int) -> int:
     """
     if settings.use_fused_swiglu and half:
         return 0
-    return 3 * _FLOAT32_BYTES * settings.ffn_size // share
+    return 3 * FLOAT32_BYTES * settings.ffn_size // share
 
 
 def _remade(config: Config, part: str, share: int) -> tuple[str, ...]:
@@ -320,7 +298,7 @@ def _layer_sublayers(config: Config, layer: int, gathers: bool, half: bool, shar
     shared = 1
     if config.parallel_config.use_seq_parallel:
         shared = share
-    stream = _FLOAT32_BYTES * hidden // shared
+    stream = FLOAT32_BYTES * hidden // shared
     normed = width * hidden  # each product of a rank needs all tokens
     if gathers:
         normed //= shared
@@ -334,8 +312,8 @@ def _layer_sublayers(config: Config, layer: int, gathers: bool, half: bool, shar
         inside = 3 * width * columns
         backward = 6 * width * columns
     else:  # gate, its SiLU and up in float32, and the product; gradients of two of them
-        inside = (3 * _FLOAT32_BYTES + width) * columns
-        backward = 5 * _FLOAT32_BYTES * columns
+        inside = (3 * FLOAT32_BYTES + width) * columns
+        backward = 5 * FLOAT32_BYTES * columns
     return {"attention": attention, "mlp": _SublayerMemory(stream, normed, inside, backward)}
 
 
@@ -350,7 +328,7 @@ def _heads(settings: ModelConfig, half: bool) -> int:
         # Before and after their norms; queries, keys and values of all heads, cut, rotated and joined.
         heads = width * (2 * spec.latent.down_size + 5 * queries + 2 * values)
     else:  # what enters the norm of a head is float32
-        heads = (width + _FLOAT32_BYTES * spec.head_norm) * (queries + keys) + width * keys
+        heads = (width + FLOAT32_BYTES * spec.head_norm) * (queries + keys) + width * keys
     # Of the softmax the largest score and the sum, eight times each.
     scores = spec.heads * 64
     if not is_flash(settings, half):
@@ -364,9 +342,9 @@ def kept_scores(attention: AttentionSpec, length: int, width: int) -> int:
     With a cap of the scores it saves their tanh, too. Each quarter of the tokens has the keys up to its end: ten
     sixteenths of all.
     """
-    saved = _FLOAT32_BYTES + width * (width < _FLOAT32_BYTES)
+    saved = FLOAT32_BYTES + width * (width < FLOAT32_BYTES)
     if attention.score_cap is not None:
-        saved += _FLOAT32_BYTES
+        saved += FLOAT32_BYTES
     return attention.heads * length * saved * 10 // 16
 
 

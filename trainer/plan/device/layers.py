@@ -7,18 +7,15 @@ was measured.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.model import AttentionSpec, LayerSpec, MlpSpec
+from trainer.parallel.mesh import Degrees
+from trainer.parallel.sharding import FLOAT32_BYTES
 from trainer.plan.device.graph import is_flash, kept_scores, number_width
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trainer.config.schema.model import ModelConfig
-    from trainer.parallel.mesh import Degrees
-
-_FLOAT32_BYTES = 4
 _FLASH_MASK_BYTES = 2048 * 2048
 _TABLES = 4  # cosine and sine of queries and of keys
 
@@ -40,7 +37,7 @@ def layer_memory(
         rows: Number of ranks that share the rows of the residual stream.
     """
     sizes = kept_of_layer(settings, layer, half, rows, degrees)
-    stream = settings.hidden_size * _FLOAT32_BYTES // rows
+    stream = settings.hidden_size * FLOAT32_BYTES // rows
     working = {"attention": _attention_working(settings, layer.attention, half)}
     working["mlp"] = _mlp_working(settings, layer, half, degrees)
     most = max(working.values())
@@ -76,10 +73,10 @@ def _mlp_working(settings: ModelConfig, layer: LayerSpec, half: bool, degrees: D
         return 4 * width * mlp.width  # gate beside up, and the gradient of both
     chosen = mlp.chosen / degrees.model_parallel
     # The gradient of the rows in float32, and those of the tokens; operators of its own kernel take products, too.
-    rows = chosen * mlp.hidden * _FLOAT32_BYTES
+    rows = chosen * mlp.hidden * FLOAT32_BYTES
     if not _permutes_fused(settings):
         rows = 3 * rows + chosen * mlp.hidden * width
-    return int(rows) + 2 * mlp.hidden * _FLOAT32_BYTES // degrees.model_parallel
+    return int(rows) + 2 * mlp.hidden * FLOAT32_BYTES // degrees.model_parallel
 
 
 def _attention_working(settings: ModelConfig, spec: AttentionSpec, half: bool) -> int:
@@ -93,7 +90,7 @@ def _attention_working(settings: ModelConfig, spec: AttentionSpec, half: bool) -
         scores = spec.heads * settings.seq_length
         working += width * scores // 4
         if half:  # casts of all quarters to float32 take the place of those in half precision
-            working += (_FLOAT32_BYTES - width) * scores * 10 // 16
+            working += (FLOAT32_BYTES - width) * scores * 10 // 16
     return working
 
 
@@ -134,8 +131,8 @@ def function_buffers(
         if not isinstance(mlp, MlpSpec):  # the router, and the activation of the experts
             activation = 3 * width
             if _widens(settings, half):
-                activation += 2 * _FLOAT32_BYTES
-            pieces = (_FLOAT32_BYTES + width) * mlp.hidden + mlp.chosen * mlp.width * activation
+                activation += 2 * FLOAT32_BYTES
+            pieces = (FLOAT32_BYTES + width) * mlp.hidden + mlp.chosen * mlp.width * activation
             saved[("experts", None)] = pieces // degrees.model_parallel
     return tokens * sum(saved.values()) + sum(inputs.values())
 
@@ -150,9 +147,7 @@ def _permutes_fused(settings: ModelConfig) -> bool:
     return settings.experts is not None and bool(settings.experts.use_fused_ops_permute and settings.experts.use_gmm)
 
 
-def _function_inputs(
-    settings: ModelConfig, attention: AttentionSpec, half: bool, tokens: int, again: bool
-) -> int:
+def _function_inputs(settings: ModelConfig, attention: AttentionSpec, half: bool, tokens: int, again: bool) -> int:
     """Returns the bytes of position tables and masks that the forward and the backward function of attention got.
 
     Args:
@@ -162,11 +157,11 @@ def _function_inputs(
     rotated = attention.head_size
     if attention.latent is not None:
         rotated = attention.latent.rope_size
-    table = tokens * rotated * _FLOAT32_BYTES
+    table = tokens * rotated * FLOAT32_BYTES
     mask = _FLASH_MASK_BYTES
     masks = 2
     if not is_flash(settings, half):
-        mask = tokens * settings.seq_length * _FLOAT32_BYTES
+        mask = tokens * settings.seq_length * FLOAT32_BYTES
         masks = 1 + again
     tables = 2 * _TABLES
     if not settings.use_fused_rope and not again:
@@ -195,9 +190,7 @@ def _zeros(settings: ModelConfig, spec: AttentionSpec, half: bool, degrees: Degr
     return zeros
 
 
-def kept_of_layer(
-    settings: ModelConfig, layer: LayerSpec, half: bool, rows: int, degrees: Degrees
-) -> dict[str, int]:
+def kept_of_layer(settings: ModelConfig, layer: LayerSpec, half: bool, rows: int, degrees: Degrees) -> dict[str, int]:
     """Returns the bytes that each sublayer of a layer, and the block, saves for a token in explicit mode.
 
     Residuals are float32. The results of output projections are kept where a norm or a factor changes them.
@@ -217,12 +210,11 @@ def kept_of_layer(
         attention += width * hidden // rows
     # What dropout leaves of the input of an adapter. Those of the feed-forward layer are not counted.
     attention += width * hidden * sum(adapter.dropout > 0 for adapter in spec.adapters.values())
-    widens = _widens(settings, half)
     mlp = layer.mlp
     if isinstance(mlp, MlpSpec):
         # Gate and up, in the dtype in which they are multiplied, and their product.
         gates = 3 * width
-        if widens:
+        if _widens(settings, half):
             gates = 2 * 4 + width
         if mlp.activation != "silu":  # its result is kept for the gradient of the product, too
             gates = 3 * 4 + width
@@ -231,8 +223,8 @@ def kept_of_layer(
         of_mlp = streams + gates * mlp.width
         if mlp.changes_output:
             of_mlp += width * hidden // rows
-        return {"attention": attention, "mlp": of_mlp, "block": attention + of_mlp}
-    of_mlp = _kept_experts(settings, layer, half, rows, degrees)
+    else:
+        of_mlp = _kept_experts(settings, layer, half, rows, degrees)
     return {"attention": attention, "mlp": of_mlp, "block": attention + of_mlp}
 
 
@@ -280,15 +272,15 @@ def _kept_experts(settings: ModelConfig, layer: LayerSpec, half: bool, rows: int
         inputs = 6
     row = inputs * width * hidden + 3 * width * mlp.width
     if _permutes_fused(settings) and half:
-        row += _FLOAT32_BYTES * hidden * (1 + exchanges)
+        row += FLOAT32_BYTES * hidden * (1 + exchanges)
     if _widens(settings, half):
-        row += 2 * _FLOAT32_BYTES * mlp.width
+        row += 2 * FLOAT32_BYTES * mlp.width
     moe = settings.experts
     if moe is not None and (moe.effective_capacity is not None or moe.enable_gmm_safe_tokens):
         # Each of three products sets rows without an expert to zero before and after it.
         row += 3 * width * (hidden + mlp.width)
     tensor = degrees.model_parallel
     # The residual stream, and its norm in both dtypes: the router computes in float32.
-    router = _FLOAT32_BYTES * hidden // rows + ((_FLOAT32_BYTES + width) * hidden + 12 * mlp.experts) // tensor
+    router = FLOAT32_BYTES * hidden // rows + ((FLOAT32_BYTES + width) * hidden + 12 * mlp.experts) // tensor
     shared = 3 * mlp.shared_width * width + hidden * width * bool(mlp.shared_width)
     return router + mlp.chosen * row // tensor + shared

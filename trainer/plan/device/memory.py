@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from trainer.config import Config
 from trainer.config.checks.parallel import (
     micro_batches_per_step,
     parallel_degrees,
@@ -28,26 +30,19 @@ from trainer.config.recompute import comm_recompute_layers
 from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import EMBEDDING, HEAD, sublayer_of
 from trainer.parallel.layout import ModelLayout, end_stages, parameter_layout
+from trainer.parallel.mesh import Degrees
+from trainer.parallel.sharding import FLOAT32_BYTES
+from trainer.parallel.world import World
 from trainer.plan.device.explicit import StageGradients, UnitGradients, explicit_memory
-from trainer.plan.device.graph import GraphMatrices, graph_memory
+from trainer.plan.device.graph import GraphMatrices, graph_memory, stage_chunks
 from trainer.plan.device.model_facts import ModelFacts, ParameterUnit, is_half
 from trainer.plan.division import fullest_rank
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from trainer.config import Config
-    from trainer.parallel.mesh import Degrees
-    from trainer.parallel.world import World
-
 DEVICE_BYTES = 60 << 30
 """The part of a 64 GB device that MindSpore uses, without `max_device_memory`."""
-_FLOAT32_BYTES = 4
 
 
-def device_memory(
-    config: Config, world: World, facts: ModelFacts, stage: int | None = None
-) -> dict[str, int]:
+def device_memory(config: Config, world: World, facts: ModelFacts, stage: int | None = None) -> dict[str, int]:
     """Returns the bytes of a rank by part and in total, for the stage that needs most, or for `stage`.
 
     Args:
@@ -71,7 +66,7 @@ def _stages_with_most(config: Config, degrees: Degrees, facts: ModelFacts) -> li
     """
     again = facts.recomputed(config)
     gathering = comm_recompute_layers(config)
-    chunks = facts.chunks(config)
+    chunks = facts.chunks(config, degrees)
     last = degrees.pipeline_stage - 1
     firsts: dict[object, int] = {}
     for stage in range(1, last):
@@ -199,7 +194,7 @@ def _stage_memory(
 ) -> dict[str, int]:
     """Returns the bytes of one rank of a stage, by part and in total."""
     trains = bool(facts.trained)
-    layers = _stage_layers(config, degrees, facts, stage)
+    layers = [layer for chunk in stage_chunks(config, degrees, facts, stage) for layer in chunk]
     ends = _stage_ends(facts, stage, degrees.pipeline_stage, layout.is_graph)
     kv_heads = facts.spec.layers[0].attention.kv_heads
 
@@ -284,9 +279,11 @@ def _local_bytes(
 ) -> int:
     """Returns the bytes of a rank's float32 shard; data-parallel ranks shard what has at least `threshold` bytes."""
     parts = 1
-    if is_graph:
-        parts = _parts(shape, degrees)
-    local_bytes = math.prod(shape) * _FLOAT32_BYTES // parts
+    if is_graph and len(shape) > 1:  # into so many shards tensor or expert parallelism cuts it
+        parts = degrees.model_parallel
+        if len(shape) == 3:
+            parts = degrees.expert_parallel
+    local_bytes = math.prod(shape) * FLOAT32_BYTES // parts
     if threshold is None or local_bytes < threshold:
         return local_bytes
     # Ranks that share a sequence have the same weights, as ranks with other data have.
@@ -302,16 +299,6 @@ def _local_bytes(
     return -(-local_bytes // replicas)
 
 
-def _stage_layers(config: Config, degrees: Degrees, facts: ModelFacts, stage: int) -> list[int]:
-    """Returns the layers of a stage; the last one has those of the multi-token prediction modules, too."""
-    layers = list(range(facts.spec.num_layers))
-    if degrees.pipeline_stage > 1:
-        layers = [layer for chunk in facts.chunks(config)[stage] for layer in chunk]
-    if stage == degrees.pipeline_stage - 1:
-        layers += facts.spec.module_layers
-    return layers
-
-
 def _stage_ends(facts: ModelFacts, stage: int, stages: int, is_graph: bool) -> list[str]:
     """Returns the parameters outside of layers that a stage has.
 
@@ -321,15 +308,6 @@ def _stage_ends(facts: ModelFacts, stage: int, stages: int, is_graph: bool) -> l
         return [name for name in facts.ends if stage in end_stages(name, facts.spec, stages)]
     is_last = stage == stages - 1
     return [name for name in facts.ends if (name == EMBEDDING and stage == 0) or (name != EMBEDDING and is_last)]
-
-
-def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
-    """Returns into how many shards tensor or expert parallelism cuts a parameter."""
-    if len(shape) == 1:
-        return 1
-    if len(shape) == 3:
-        return degrees.expert_parallel
-    return degrees.model_parallel
 
 
 def _has_copies_in_tensor_group(shape: tuple[int, ...], degrees: Degrees) -> bool:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from trainer.config import Config
 from trainer.config.recompute import Part, recomputed_parts
-from trainer.config.stages import chunk_layers
 from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import ModelSpec, ParameterSpec
 from trainer.models.spec.names import is_buffer
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups, state_names
-from trainer.plan.division import passes_at_once
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.models.spec.model import ModelSpec, ParameterSpec
+from trainer.parallel.mesh import Degrees
+from trainer.plan.division import passes_at_once, pipeline_layers
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _Value = TypeVar("_Value")
@@ -73,9 +71,10 @@ class ModelFacts:
             self._results[key] = compute()
         return self._results[key]
 
-    def chunks(self, config: Config) -> list[list[list[int]]]:
-        """Returns the result of `chunk_layers`."""
-        return self.once(("chunks", *_pipeline_key(config)), lambda: chunk_layers(config))
+    def chunks(self, config: Config, degrees: Degrees) -> list[list[list[int]]]:
+        """Returns the result of `pipeline_layers`."""
+        key = ("chunks", degrees.pipeline_stage, *_pipeline_key(config))
+        return self.once(key, lambda: pipeline_layers(config, degrees))
 
     def passes_at_once(self, config: Config) -> list[list[tuple[tuple[int, ...], int]]]:
         """Returns the result of `passes_at_once` for the pipeline of the configuration."""
@@ -101,12 +100,9 @@ def _pipeline_key(config: Config) -> tuple[Any, ...]:
 
 def is_half(config: Config, facts: ModelFacts) -> bool:
     """Returns whether an Ascend multiplies matrices in half precision."""
-
-    def compute() -> bool:
-        """Reads the dtype of matrix products."""
-        return resolve_precision(config.decoder, config.amp_level, "Ascend").compute.dtype != "float32"
-
-    return facts.once(("half",), compute)
+    return facts.once(
+        ("half",), lambda: resolve_precision(config.decoder, config.amp_level, "Ascend").compute.dtype != "float32"
+    )
 
 
 def model_facts(config: Config, trains: bool) -> ModelFacts:
@@ -122,14 +118,11 @@ def model_facts(config: Config, trains: bool) -> ModelFacts:
     layers: list[list[UnitParameter]] = [[] for _ in spec.layers]
     ends = {}
     for name, parameter in spec.parameters().items():
-        match = _LAYER.match(name)
-        number = arrays.get(name, 0)
-        is_trained = name in trained and not is_buffer(name)
-        if match:
-            one = UnitParameter(parameter._replace(name=match[2]), is_trained, number)
-            layers[int(match[1])].append(one)
+        one = UnitParameter(parameter, name in trained and not is_buffer(name), arrays.get(name, 0))
+        if match := _LAYER.match(name):
+            layers[int(match[1])].append(one._replace(spec=parameter._replace(name=match[2])))
         else:
-            ends[name] = ParameterUnit((UnitParameter(parameter, is_trained, number),))
+            ends[name] = ParameterUnit((one,))
     units: dict[tuple[UnitParameter, ...], ParameterUnit] = {}
     for parameters in map(tuple, layers):
         units.setdefault(parameters, ParameterUnit(parameters))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from trainer.config.checks.problem import one_of
 from trainer.parallel.mesh import Degrees
 from trainer.plan.search.layouts import Layout, all_degrees, degrees_text, skeletons
-from trainer.plan.search.search import memory_text
-
-if TYPE_CHECKING:
-    from trainer.plan.search.search import Candidate, LayoutSearch
-    from trainer.plan.search.step_time import StepTime
+from trainer.plan.search.search import Candidate, LayoutSearch, memory_text
+from trainer.plan.search.step_time import StepTime
 
 _MOST_SEARCHED = 24
 
@@ -48,16 +45,11 @@ def lost_alternatives(search: LayoutSearch, best: Candidate) -> list[Alternative
     if search.config.decoder.experts is not None:
         kinds["experts of a node together"] = lambda one: one.expert_parallel == per_node
         kinds["no expert parallel"] = lambda one: one.expert_parallel == 1
-    alternatives = []
-    for name, belongs in kinds.items():
-        if not belongs(best.layout.degrees):
-            alternatives.append(_alternative(search, best, name, belongs))
-    return alternatives
+    others = {name: belongs for name, belongs in kinds.items() if not belongs(best.layout.degrees)}
+    return [_alternative(search, best, name, belongs) for name, belongs in others.items()]
 
 
-def _alternative(
-    search: LayoutSearch, best: Candidate, name: str, belongs: Callable[[Degrees], bool]
-) -> Alternative:
+def _alternative(search: LayoutSearch, best: Candidate, name: str, belongs: Callable[[Degrees], bool]) -> Alternative:
     """Returns the fastest layout of a kind, and why it is slower than the best one."""
     every = skeletons(search.config, search.world.size, search.configs.global_batch)
     kind = [one for one in every if belongs(one.degrees)]

@@ -10,11 +10,11 @@ guesses, which `--measured` replaces.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.parallel.world import World
+from trainer.config import Config
+from trainer.parallel.world import World
 
 _TERA = 1e12
 _GIGA = 1e9
@@ -63,21 +63,10 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 def device_rates(config: Config, world: World, device: str) -> Rates:
     """Returns the rates of a rank: those that the file sets, and the defaults of the device."""
-    defaults = DEFAULTS.get(device, DEFAULTS["Ascend"])
-    section = config.hardware
-
-    def rate(key: str) -> float:
-        """Returns the value of a key of the section, or the device's default."""
-        value = getattr(section, key)
-        if value is None:
-            return defaults[key]
-        return value
-
-    per_node = section.ranks_per_node
-    if per_node is None:
-        per_node = int(defaults["ranks_per_node"]) or world.size
-        if world.local_size < world.size:
-            per_node = world.local_size
+    rate = partial(_rate, config, device)
+    per_node = int(rate("ranks_per_node")) or world.size
+    if config.hardware.ranks_per_node is None and world.local_size < world.size:
+        per_node = world.local_size
     share = 1.0  # of the host's cores; ranks on a CPU also need one to send and receive
     if device == "CPU":
         share = (os.cpu_count() or 1) / per_node
@@ -94,6 +83,14 @@ def device_rates(config: Config, world: World, device: str) -> Rates:
         network=rate("network_gbps") * _GIGA,
         network_latency=rate("network_latency") * _MICRO,
     )
+
+
+def _rate(config: Config, device: str, key: str) -> float:
+    """Returns the value of a key of the section `hardware`, or the device's default."""
+    value = getattr(config.hardware, key)
+    if value is None:
+        return DEFAULTS.get(device, DEFAULTS["Ascend"])[key]
+    return value
 
 
 class Factors(NamedTuple):
@@ -119,14 +116,9 @@ class Factors(NamedTuple):
 
     def section(self, config: Config, device: str) -> dict[str, float]:
         """Returns the keys of the section `hardware` that correct the rates."""
-        defaults = DEFAULTS.get(device, DEFAULTS["Ascend"])
         slower = {"peak_tflops": self.operators, "memory_gbps": self.operators, "node_gbps": self.links,
                   "network_gbps": self.links}  # fmt: skip
         longer = {"layer_overhead": self.overhead, "node_latency": self.links, "network_latency": self.links}
-        values = {}
-        for key in (*slower, *longer):
-            value = getattr(config.hardware, key)
-            if value is None:
-                value = defaults[key]
-            values[key] = float(f"{value / slower.get(key, 1.0) * longer.get(key, 1.0):.4g}")
-        return values
+        values = {key: _rate(config, device, key) / factor for key, factor in slower.items()}
+        values |= {key: _rate(config, device, key) * factor for key, factor in longer.items()}
+        return {key: float(f"{value:.4g}") for key, value in values.items()}

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from trainer.config import Config
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, zero_level
 from trainer.config.recompute import SUBLAYERS
 from trainer.config.stages import chunk_sizes, offset_rows
 from trainer.parallel.mesh import Degrees, divisors
 from trainer.parallel.schedule import SEQUENCE_PIPELINES
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.parallel.world import World
-    from trainer.plan.flops import Products
+from trainer.parallel.world import World
 
 LEVELS = ("", "level1", "level2", "level3")
 """Optimizer levels; empty: no rank shards optimizer state."""
@@ -234,14 +231,11 @@ def file_layout(config: Config, job: World) -> Layout:
     level = ""
     if config.parallel.enable_parallel_optimizer:
         level = zero_level(config)
-    offset = config.decoder.offset
-    rows: Offset = 0
-    if isinstance(offset, int):
-        rows = offset
-    else:
-        rows = tuple(tuple(row) for row in offset_rows(offset))
+    offset: Any = config.decoder.offset
+    if not isinstance(offset, int):
+        offset = tuple(tuple(row) for row in offset_rows(offset))
     return Layout(
-        degrees, config.parallel_config.use_seq_parallel, config.decoder.pp_interleave_num, rows, level,
+        degrees, config.parallel_config.use_seq_parallel, config.decoder.pp_interleave_num, offset, level,
         UNCHANGED, config.runner_config.batch_size, micro_batches_per_step(config, degrees), schedule, order.slices,
     )  # fmt: skip
 
@@ -337,8 +331,3 @@ def balanced_offset(costs: Sequence[float], head: float, stages: int, chunks: in
     if sizes == [share + (number >= parts - layers % parts) for number in range(parts)]:
         return 0
     return tuple(tuple(size - share for size in row) for row in rows)
-
-
-def layer_costs(layers: Sequence[Sequence[Products]], ends: Sequence[Products]) -> tuple[list[float], float]:
-    """Returns the operations of a token in each layer, and in the head."""
-    return [sum(each.flops for each in layer) for layer in layers], sum(each.flops for each in ends)

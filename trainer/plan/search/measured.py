@@ -7,10 +7,11 @@ its ranks, and the seconds of a step: ``- {config: output/a/config.yaml, ranks: 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -22,17 +23,13 @@ from trainer.input_files import read_bytes
 from trainer.parallel.world import world_of
 from trainer.plan.memory import decoder_facts, memory_estimate
 from trainer.plan.search.hardware import Factors, Rates, device_rates
+from trainer.plan.search.search import LayoutSearch
 from trainer.plan.search.step_time import StepEstimator, StepTime
-
-if TYPE_CHECKING:
-    from trainer.plan.search.search import LayoutSearch
 
 _FIX = "write a list of {config: FILE, ranks: N, seconds: S}"
 _STEPS = (4.0, 2.0, 1.4, 1.1, 1.02)  # by which factors are changed
 _TIE = 0.01  # weight of the factors' distance from 1: what no run tells stays as it is
-_GROUPS = {
-    "products": 0, "experts": 0, "attention": 0, "memory": 0, "layer_overhead": 1, "node": 2, "network": 2,
-}  # fmt: skip
+_GROUPS = {"products": 0, "experts": 0, "attention": 0, "memory": 0, "layer_overhead": 1, "node": 2, "network": 2}
 
 
 class Measurement(NamedTuple):
@@ -96,7 +93,7 @@ def corrected_rates(search: LayoutSearch, measurements: Sequence[Measurement]) -
     """
     seconds = [each.seconds for each in measurements]
     estimates = [estimate_run(each, search.device, Factors()) for each in measurements]
-    factors = _factors(estimates, seconds)
+    factors = nearest_factors(estimates, seconds)
     corrected = [estimate_run(each, search.device, factors) for each in measurements]
     return Corrections(
         rates=factors.correct(search.rates),
@@ -108,17 +105,8 @@ def corrected_rates(search: LayoutSearch, measurements: Sequence[Measurement]) -
     )
 
 
-def nearest_factors(measurements: Sequence[Measurement], device: str) -> Factors:
-    """Returns the factors with which the estimates of these runs are nearest to their times.
-
-    Raises:
-        UserError: A configuration cannot be read.
-    """
-    estimates = [estimate_run(each, device, Factors()) for each in measurements]
-    return _factors(estimates, [each.seconds for each in measurements])
-
-
-def _factors(estimates: Sequence[StepTime], seconds: Sequence[float]) -> Factors:
+def nearest_factors(estimates: Sequence[StepTime], seconds: Sequence[float]) -> Factors:
+    """Returns the factors with which the estimates of some runs are nearest to their times."""
     parts = []
     for estimate in estimates:
         sums = [0.0] * len(Factors._fields)
@@ -180,14 +168,10 @@ def _mean_error(estimates: Sequence[StepTime], seconds: Sequence[float]) -> floa
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Returns Spearman's rank correlation: 1 if both have the same order. Equal values have their mean rank."""
-    ranks = [_ranks(first), _ranks(second)]
-    means = [sum(each) / len(each) for each in ranks]
-    deviations = [[rank - mean for rank in each] for each, mean in zip(ranks, means, strict=True)]
-    product = sum(a * b for a, b in zip(*deviations, strict=True))
-    norm = math.sqrt(math.prod(sum(each**2 for each in row) for row in deviations))
-    if not norm:
+    try:
+        return statistics.correlation(_ranks(first), _ranks(second))
+    except statistics.StatisticsError:  # a single value, or equal ones
         return 0.0
-    return product / norm
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainer.config import Config
 from trainer.config.read.dump import flatten, plain_values
 from trainer.errors import value_text
 from trainer.parallel.schedule import SEQUENCE_PIPELINES
 from trainer.plan.search.alternatives import lost_alternatives
-from trainer.plan.search.layouts import SCHEDULE
-from trainer.plan.search.search import memory_text, shown_candidates
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.plan.search.layouts import Layout
-    from trainer.plan.search.measured import Corrections
-    from trainer.plan.search.search import Candidate, LayoutSearch, SearchResult
-    from trainer.tables import Rows, Section
+from trainer.plan.search.layouts import SCHEDULE, Layout
+from trainer.plan.search.measured import Corrections
+from trainer.plan.search.search import Candidate, LayoutSearch, SearchResult, memory_text, shown_candidates
+from trainer.tables import Rows, Section
 
 _UNSET = "not set"
 BEST = "best layouts"
@@ -73,8 +68,7 @@ def result_sections(
     if changes:
         sections.append((title, [("key", "file", "best"), *changes]))
     lost: Rows = [("kind", "fastest of it", "why it lost")]
-    for each in lost_alternatives(search, best[0]):
-        lost.append((each.name, _short(each.layout), each.reason))
+    lost += [(each.name, _short(each.layout), each.reason) for each in lost_alternatives(search, best[0])]
     sections.append(("well-known alternatives", lost))
     return sections
 
@@ -93,8 +87,7 @@ def _summary(search: LayoutSearch, result: SearchResult) -> Rows:
     rows.append(("layouts", f"{result.considered:,}: {', '.join(parts)}"))
     if result.file is not None:
         rows.append(("file", file_place(result)))
-    schedule = schedule_text(search)
-    if schedule:
+    if schedule := schedule_text(search):
         rows.append(("schedule", schedule))
     return rows
 
@@ -133,11 +126,8 @@ def file_place(result: SearchResult) -> str:
     assert result.file is not None
     text = "no layout is estimated to be faster than its own"
     if not result.is_file_fastest:
-        faster = {
-            (each.layout.degrees, each.layout.chunks, each.layout.rows)
-            for each in result.candidates
-            if each.seconds < result.file.seconds
-        }
+        layouts = [each.layout for each in result.candidates if each.seconds < result.file.seconds]
+        faster = {(layout.degrees, layout.chunks, layout.rows) for layout in layouts}
         text = f"{len(faster)} kinds of layouts are estimated to be faster than its own"
         if len(faster) == 1:
             text = "1 kind of layout is estimated to be faster than its own"
@@ -237,7 +227,10 @@ def result_dict(
         "schedule": schedule_text(search),
         "best": [_candidate_dict(search, each) for each in best],
         "changes": {key: [old, new] for key, old, new in changes},
-        "alternatives": list(_alternative_dicts(search, best[0])),
+        "alternatives": [
+            {"kind": each.name, "layout": _short(each.layout), "seconds": each.seconds, "reason": each.reason}
+            for each in lost_alternatives(search, best[0])
+        ],
         "file": None,
     }
     if result.file is not None:
@@ -273,8 +266,3 @@ def _candidate_dict(search: LayoutSearch, candidate: Candidate) -> dict[str, Any
         "tokens_per_second": search.configs.global_batch * search.config.decoder.seq_length / time.seconds,
         "seconds_by_class": dict(time.classes),
     }
-
-
-def _alternative_dicts(search: LayoutSearch, best: Candidate) -> Iterator[dict[str, Any]]:
-    for each in lost_alternatives(search, best):
-        yield {"kind": each.name, "layout": _short(each.layout), "seconds": each.seconds, "reason": each.reason}

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from trainer.config import Config
 from trainer.config.checks.parallel import runs_semi_auto
-from trainer.config.checks.problem import raise_problems
+from trainer.config.checks.problem import ConfigError, raise_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.errors import UserError
+from trainer.parallel.mesh import Mesh
 from trainer.parallel.schedule import SEQUENCE_PIPELINES, never_waits_for_ever
+from trainer.parallel.world import World
+from trainer.plan.division import fullest_rank
 from trainer.plan.flops import decoder_products
 from trainer.plan.memory import decoder_facts, memory_estimate
 from trainer.plan.pipeline import pipeline_plan
+from trainer.plan.search.hardware import Rates
 from trainer.plan.search.layouts import (
     LEVELS,
     Layout,
@@ -27,19 +31,10 @@ from trainer.plan.search.layouts import (
     Skeleton,
     balanced_offset,
     file_layout,
-    layer_costs,
     possible_recomputations,
     skeletons,
 )
 from trainer.plan.search.step_time import StepEstimator, StepTime
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trainer.config import Config
-    from trainer.config.checks.problem import ConfigError
-    from trainer.parallel.world import World
-    from trainer.plan.search.hardware import Rates
 
 BrokenRules = Callable[["Config", "World"], Sequence["ConfigError"]]
 """Returns the errors that a job would have."""
@@ -108,7 +103,6 @@ class SearchResult:
         dominated: Number of those that recompute more than needed.
         too_large: Number of those that need too much memory.
         slower: Number of those whose passes alone take longer than the worst layout that is shown.
-        assessed: Number of those whose memory was estimated.
         file: The layout of the file, if it is for so many ranks and its schedule has an estimate.
         file_errors: Why a run would refuse it.
         worst_shown: The time of the last of the layouts that are shown; infinite while there are fewer.
@@ -124,7 +118,6 @@ class SearchResult:
     dominated: int = 0
     too_large: int = 0
     slower: int = 0
-    assessed: int = 0
     file: Candidate | None = None
     file_errors: list[UserError] = field(default_factory=list)
     worst_shown: float = math.inf
@@ -171,7 +164,9 @@ class LayoutSearch:
         self.configs = LayoutConfigs.from_file(self.config, self.job)
         self.facts = decoder_facts(self.config, trains=True)
         self.estimator = StepEstimator(self.config, self.device, self.facts, self.rates)
-        self._costs = layer_costs(*decoder_products(self.config))
+        layers, ends = decoder_products(self.config)
+        self._costs = [sum(each.flops for each in layer) for layer in layers]  # of a token
+        self._head_cost = sum(each.flops for each in ends)
         self._offsets: dict[tuple[int, int], list[Offset]] = {}
         self._recomputations = possible_recomputations(self.config)
 
@@ -236,12 +231,12 @@ class LayoutSearch:
         """Adds the fastest that fits of layouts which differ in recomputation alone, the least work first."""
         least, *others = layouts
         config = self.configs.make(least)
-        memory = self._memory(config, result)
+        memory = self._memory(config)
         if memory["total"] <= self.limit_bytes:
             result.dominated += len(others)
             result.add(self.assess(least, config, memory))
             return
-        smallest = self._memory(self.configs.make(layouts[-1]), result)
+        smallest = self._memory(self.configs.make(layouts[-1]))
         if smallest["total"] > self.limit_bytes:
             result.too_large += len(layouts)
             result.refused.append(Candidate(layouts[-1], smallest))
@@ -250,16 +245,15 @@ class LayoutSearch:
         others.sort(key=lambda layout: self.estimator.passes(self.configs.make(layout), self.world).seconds)
         for number, layout in enumerate(others):
             config = self.configs.make(layout)
-            memory = self._memory(config, result)
+            memory = self._memory(config)
             if memory["total"] <= self.limit_bytes:
                 result.dominated += len(others) - number - 1
                 result.add(self.assess(layout, config, memory))
                 return
             result.too_large += 1
 
-    def _memory(self, config: Config, result: SearchResult) -> Mapping[str, int]:
-        result.assessed += 1
-        return memory_estimate(config, True, self.device, self.world, None, self.facts)
+    def _memory(self, config: Config, stage: int | None = None) -> Mapping[str, int]:
+        return memory_estimate(config, True, self.device, self.world, stage, self.facts)
 
     def nearest(self) -> Candidate | None:
         """Returns the layout that fits and differs least from that of the file, of equally near ones the fastest.
@@ -290,7 +284,7 @@ class LayoutSearch:
             if self._first_rule(other) is not None:
                 continue
             config = self.configs.make(other)
-            memory = memory_estimate(config, True, self.device, self.world, None, self.facts)
+            memory = self._memory(config)
             if memory["total"] <= self.limit_bytes:
                 fits.append(self.assess(other, config, memory))
         return min(fits, key=lambda each: each.seconds, default=None)
@@ -310,13 +304,8 @@ class LayoutSearch:
         """Returns the rank that needs most memory."""
         config = self.configs.make(candidate.layout)
         degrees = candidate.layout.degrees
-        stages = degrees.pipeline_stage
-        needed = [
-            memory_estimate(config, True, self.device, self.world, stage, self.facts)["total"]
-            for stage in range(stages)
-        ]
-        stage = needed.index(max(needed))
-        return stage * (degrees.ranks // stages) + degrees.model_parallel - 1
+        needed = [self._memory(config, stage)["total"] for stage in range(degrees.pipeline_stage)]
+        return Mesh(degrees).rank_at(fullest_rank(degrees, needed.index(max(needed))))
 
     @property
     def other_schedule(self) -> str:
@@ -372,8 +361,7 @@ class LayoutSearch:
 
     def assess(self, layout: Layout, config: Config, memory: Mapping[str, int] | None = None) -> Candidate:
         """Returns memory and time of a layout, whose configuration is `config`."""
-        if memory is None:
-            memory = memory_estimate(config, True, self.device, self.world, None, self.facts)
+        memory = memory or self._memory(config)
         return Candidate(layout, memory, self.estimator.estimate(config, self.world, memory))
 
     def _layout(self, skeleton: Skeleton, offset: Offset, level: str, recomputed: str) -> Layout:
@@ -385,9 +373,7 @@ class LayoutSearch:
     def _rule_of_degrees(self, skeleton: Skeleton) -> tuple[str, str] | None:
         """Returns a rule that the degrees break with any layout; None if they may break none."""
         simplest = skeleton._replace(shares_rows=False, chunks=1)
-        rule = self.facts.once(
-            ("broken", simplest), lambda: self._first_rule(self._layout(simplest, 0, "", "none"))
-        )
+        rule = self.facts.once(("broken", simplest), lambda: self._first_rule(self._layout(simplest, 0, "", "none")))
         if rule is None or rule[0].startswith("model."):  # another offset may heal it
             return None
         return rule
@@ -420,10 +406,9 @@ class LayoutSearch:
             return
         key = stages, skeleton.chunks
         if key not in self._offsets:
-            costs, head = self._costs
             number = self.config.decoder.num_layers
-            modules = sum(costs[number:])
-            balanced = balanced_offset(costs[:number], head + modules, stages, skeleton.chunks)
+            last = self._head_cost + sum(self._costs[number:])
+            balanced = balanced_offset(self._costs[:number], last, stages, skeleton.chunks)
             self._offsets[key] = [balanced] * (balanced != 0)
         yield from self._offsets[key]
 

@@ -12,16 +12,18 @@ each rank of a node sends its part to the other nodes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from trainer.config import Config
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, sharding_ranks, zero_level
 from trainer.config.stages import training_schedule
+from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import layer_prefix
 from trainer.ops.precision import resolve_precision
 from trainer.parallel.layout import ModelLayout, end_stages, parameter_layout
-from trainer.parallel.mesh import Degrees, MeshCoordinate
+from trainer.parallel.mesh import Degrees, Mesh
 from trainer.parallel.schedule import (
     SEQUENCE_PIPELINES,
     Action,
@@ -31,21 +33,15 @@ from trainer.parallel.schedule import (
     simulate,
 )
 from trainer.parallel.sharding import bytes_sent
+from trainer.parallel.world import World
 from trainer.plan.device.layers import kept_of_layer
+from trainer.plan.device.model_facts import ModelFacts
 from trainer.plan.division import fullest_rank, micro_batch_tokens, rank_groups
 from trainer.plan.flops import Products, decoder_products
 from trainer.plan.pipeline import closed_form_time
+from trainer.plan.search.hardware import Rates
 from trainer.plan.traffic import LayerPasses, MessageSizes, end_calls, layer_calls
 from trainer.plan.weight_traffic import Call, JobInfo, head_numbers, weight_calls
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trainer.config import Config
-    from trainer.models.spec.model import ParameterSpec
-    from trainer.parallel.world import World
-    from trainer.plan.device.model_facts import ModelFacts
-    from trainer.plan.search.hardware import Rates
 
 CLASSES = ("products", "experts", "attention", "memory", "layer_overhead", "node", "network")
 """What the time of a step is spent on: operators by class, bytes of memory, overhead, and links."""
@@ -200,10 +196,7 @@ class StepEstimator:
 
         def compute() -> list[tuple[tuple[int, str], ...]]:
             """Looks the kinds of all layers up."""
-            chunks = [[list(range(facts.spec.num_layers))]]
-            if stages > 1:
-                chunks = facts.chunks(config)
-            rows = [[layer for chunk in stage for layer in chunk] for stage in chunks]
+            rows = [[layer for chunk in stage for layer in chunk] for stage in facts.chunks(config, degrees)]
             rows[-1] += facts.spec.module_layers
             return [tuple((self.kinds[layer], again[layer]) for layer in row) for row in rows]
 
@@ -222,7 +215,7 @@ class StepEstimator:
         ])  # fmt: skip
 
     def _stage_links(self, config: Config, world: World, degrees: Degrees, stage: int) -> dict[str, _Link]:
-        rank = _rank(degrees, stage)
+        rank = Mesh(degrees).rank_at(fullest_rank(degrees, stage))
         links = {}
         for name, ranks in rank_groups(config, world, rank).items():
             size = len(ranks)
@@ -336,13 +329,8 @@ class StepEstimator:
         calls = layer_calls(config, degrees, self.facts.spec.layers[layer], sizes, LayerPasses(reached, part, compiled))
         return self._sum([(Seconds(local), 1), (self._calls(calls, links), 1)])
 
-    def _ends(
-        self, config: Config, world: World, degrees: Degrees, links: Mapping[str, _Link], stage: int
-    ) -> Seconds:
+    def _ends(self, config: Config, world: World, degrees: Degrees, links: Mapping[str, _Link], stage: int) -> Seconds:
         """Returns the time of embedding and head, and of messages to other stages."""
-        chunks = [[list(range(self.facts.spec.num_layers))]]
-        if degrees.pipeline_stage > 1:
-            chunks = self.facts.chunks(config)
         job = self._job(config, {}, degrees)
         sizes = MessageSizes.from_config(config, world, self.device)
         where = fullest_rank(degrees, stage)
@@ -354,7 +342,8 @@ class StepEstimator:
         tokens = micro_batch_tokens(config, degrees)
         products = operations * tokens / degrees.model_parallel / self.rates.products
         local = Seconds((products, 0.0, 0.0, moved * tokens / self.rates.memory, 0.0, 0.0, 0.0))
-        return self._sum([(local, 1), (self._calls(end_calls(job, sizes, chunks, where), links), 1)])
+        calls = end_calls(job, sizes, self.facts.chunks(config, degrees), where)
+        return self._sum([(local, 1), (self._calls(calls, links), 1)])
 
     def _stage_weights(
         self, config: Config, world: World, degrees: Degrees, links: Mapping[str, _Link], stage: int,
@@ -440,9 +429,3 @@ def _pipeline_time(config: Config, degrees: Degrees, passes: Sequence[Seconds], 
         return Cost(time / 3, time * 2 / 3)
 
     return simulate(schedule, cost).end
-
-
-def _rank(degrees: Degrees, stage: int) -> int:
-    """Returns the number of the fullest rank of a stage."""
-    where: MeshCoordinate = fullest_rank(degrees, stage)
-    return stage * (degrees.ranks // degrees.pipeline_stage) + where.tensor
