@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,13 +103,10 @@ def _differing_settings(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
 
 def first_difference(left: Path, right: Path) -> FirstDifference | None:
     """Returns the first difference of metrics.jsonl in two run folders; None if all numbers are the same."""
-    for left_record, right_record in itertools.zip_longest(_numbers(left), _numbers(right)):
-        left_step = math.inf
-        right_step = math.inf
-        if left_record is not None:
-            left_step = left_record["step"]
-        if right_record is not None:
-            right_step = right_record["step"]
+    ended: MetricsRecord = {"step": math.inf}
+    for left_record, right_record in itertools.zip_longest(_numbers(left), _numbers(right), fillvalue=ended):
+        left_step = left_record["step"]
+        right_step = right_record["step"]
         if left_step < right_step:
             return FirstDifference(int(left_step), "step", left_step, None)
         if right_step < left_step:
@@ -145,30 +142,22 @@ def figures_table(comparison: RunComparison, loss: float | None = None) -> tuple
         best_text = ABSENT
         if values["best_eval_loss"] is not None:
             best_text = f"{values['best_eval_loss']:.4f} at step {values['best_eval_step']}"
-        memory_text = ABSENT
-        if values["peak_rss_bytes"] is not None:
-            memory_text = formatting.size(values["peak_rss_bytes"])
         row = [
-            name, record.state, f"{record.step}/{record.last_step}", loss_text(values["loss"]), best_text,
-            formatting.count(values["tokens"]), _count_text(values["input_tokens_per_second"]), memory_text,
+            name, record.state, f"{record.step}/{record.last_step}", cell_text(values["loss"]), best_text,
+            formatting.count(values["tokens"]), cell_text(values["input_tokens_per_second"], formatting.count),
+            cell_text(values["peak_rss_bytes"], formatting.size),
         ]  # fmt: skip
         if loss is not None:
-            row.append(_count_text(tokens_to_loss(record, loss)))
+            row.append(cell_text(tokens_to_loss(record, loss), formatting.count))
         rows.append(tuple(row))
     return tuple(header), rows
 
 
-def _count_text(count: float | None) -> str:
-    if count is None:
+def cell_text(value: float | None, write: Callable[[float], str] = "{:.4f}".format) -> str:
+    """Formats a value for a table, by default a loss."""
+    if value is None:
         return ABSENT
-    return formatting.count(count)
-
-
-def loss_text(loss: float | None) -> str:
-    """Formats a loss for a table."""
-    if loss is None:
-        return ABSENT
-    return f"{loss:.4f}"
+    return write(value)
 
 
 def run_values(record: RunData) -> dict[str, Any]:
@@ -177,20 +166,10 @@ def run_values(record: RunData) -> dict[str, Any]:
     A value is None if it is unknown or not finite.
     """
     metrics = record.metrics
+    best = metrics.best
     eval_loss = None
     if metrics.evaluations and math.isfinite(metrics.evaluations[-1].loss):
         eval_loss = metrics.evaluations[-1].loss
-    best_eval_loss = None
-    best_eval_step = None
-    if metrics.best:
-        best_eval_loss = metrics.best.loss
-        best_eval_step = metrics.best.step
-    tokens = 0
-    if metrics.curves.steps:
-        tokens = metrics.curves.tokens[-1]
-    start_time = None
-    if record.start_time:
-        start_time = record.start_time.isoformat()
     return {
         "state": record.state,
         "outcome": record.outcome,
@@ -198,12 +177,12 @@ def run_values(record: RunData) -> dict[str, Any]:
         "last_step": record.last_step,
         "loss": metrics.last_loss,
         "eval_loss": eval_loss,
-        "best_eval_loss": best_eval_loss,
-        "best_eval_step": best_eval_step,
-        "tokens": tokens,
+        "best_eval_loss": best and best.loss,
+        "best_eval_step": best and best.step,
+        "tokens": (metrics.curves.tokens or [0])[-1],
         **{name: metrics.rate(name) for name in RATES},
         "peak_rss_bytes": record.peak_rss_bytes,
-        "began": start_time,
+        "began": record.start_time and record.start_time.isoformat(),
         "folder": str(record.folder),
         "notes": list(record.notes),
     }
@@ -261,9 +240,6 @@ def comparison_dict(comparison: RunComparison, loss: float | None = None) -> dic
     for key, _ in comparison.settings:
         pairs = zip(comparison.names, comparison.records, strict=True)
         settings[key] = {name: record.settings[key] for name, record in pairs if key in record.settings}
-    first_differences: dict[str, dict[str, Any] | None] = {}
-    for name, difference in zip(comparison.names[1:], comparison.differences, strict=True):
-        first_differences[name] = None
-        if difference is not None:
-            first_differences[name] = difference._asdict()
+    pairs_of_runs = zip(comparison.names[1:], comparison.differences, strict=True)
+    first_differences = {name: difference and difference._asdict() for name, difference in pairs_of_runs}
     return {"runs": runs, "settings": settings, "first_difference": first_differences}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any, NamedTuple
 
 from trainer import __version__
 from trainer.input_files import replace_surrogates
-from trainer.monitors.files import unfinished_file, write_text
+from trainer.monitors.files import write_text
 from trainer.report.compare import RunComparison, comparison_tables
 from trainer.report.page import MAX_POINTS, assemble_page, round_digits
-from trainer.report.picture import panel_grid, picture_text, style_panels
+from trainer.report.picture import panel_grid, picture_text, save_figure, style_panels
 from trainer.report.record import loss_title
 
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#65a30d", "#78716c")
@@ -89,9 +88,7 @@ def draw_comparison(comparison: RunComparison, path: Path) -> None:
     if sum(map(len, names)) < 80:
         title = " / ".join(names)
     figure.suptitle(title, fontsize=10)
-    unfinished = unfinished_file(path)
-    figure.savefig(unfinished, format="png")
-    os.replace(unfinished, path)
+    save_figure(figure, path)
 
 
 def write_comparison(comparison: RunComparison, path: Path, loss: float | None = None) -> None:

@@ -131,21 +131,11 @@ class Curves:
 
     def _open_point(self) -> None:
         if len(self.steps) == MAX_POINTS:
-            half = self.halve()
-            self.steps = half.steps
-            self.tokens = half.tokens
-            self.seconds = half.seconds
-            self.fields = half.fields
-            self.stride = half.stride
+            vars(self).update(vars(self.halve()))
         self._in_last = 0
-        tokens = 0
-        seconds = 0.0
-        if self.steps:
-            tokens = self.tokens[-1]
-            seconds = self.seconds[-1]
         self.steps.append(0)
-        self.tokens.append(tokens)
-        self.seconds.append(seconds)
+        self.tokens.append((self.tokens or [0])[-1])
+        self.seconds.append((self.seconds or [0.0])[-1])
         for series in self.fields.values():
             series.open_point()
 
@@ -228,9 +218,7 @@ class Metrics:
     @property
     def last_step(self) -> int:
         """Returns the newest step; 0 before the first step."""
-        if self.curves.steps:
-            return self.curves.steps[-1]
-        return 0
+        return (self.curves.steps or [0])[-1]
 
     @property
     def best(self) -> EvalPoint | None:

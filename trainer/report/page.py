@@ -23,7 +23,7 @@ from typing import Any
 from trainer import __version__
 from trainer.input_files import replace_surrogates
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
-from trainer.report.curves import Curves, Pause
+from trainer.report.curves import Curves
 from trainer.report.record import RunData, clip_norm, loss_title
 from trainer.report.samples import read_report_samples
 
@@ -37,9 +37,7 @@ _MAX_CHECKPOINTS = 40
 _MAX_CHARTS = 14
 _MAX_CHARACTERS = 4000  # characters of a sample or of a setting
 _FIRST_CHARTS = ("lr", "global_norm", "input_tokens_per_second", "peak_rss_bytes")
-_NO_CHART = frozenset(
-    ("loss", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds", "loss_scale")
-)
+_NO_CHART = frozenset(("loss", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds", "loss_scale"))
 _HEAT_MAPS = {DROP_RATE: "drop rate of each layer", LOAD_IMBALANCE: "load of the busiest expert / mean, of each layer"}
 
 
@@ -111,18 +109,13 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
     if curves.stride > 1 and len(curves.steps) > MAX_POINTS:
         curves = curves.halve()
     config = record.config
-    pauses = _longest(metrics.pauses, _MAX_PAUSES)
+    longest = sorted(range(len(metrics.pauses)), key=lambda place: metrics.pauses[place].seconds)[-_MAX_PAUSES:]
     best = metrics.best
     evaluations = _thin(metrics.evaluations, _MAX_EVALUATIONS, keep=best)
-    best_index = None
-    if best is not None:
-        best_index = evaluations.index(best)
     by_kind = dict.fromkeys(("evaluation", "sampling", "checkpoint"), 0.0)
     for pause in metrics.pauses:
         by_kind[pause.kind] += pause.seconds
-    training = 0.0
-    if curves.seconds:
-        training = curves.seconds[-1]
+    training = (curves.seconds or [0.0])[-1]
     waited = min(metrics.data_wait_seconds, training)
     samples_title, samples = read_report_samples(record.folder, _MAX_CHARACTERS)
     now = datetime.now().astimezone()
@@ -131,9 +124,6 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
     if config is not None:
         labels = config.network.labels_text
         settings_title = "settings that are not the defaults"
-    tokens = 0
-    if curves.tokens:
-        tokens = curves.tokens[-1]
     return {
         "title": record.name,
         "state": record.state,
@@ -144,7 +134,7 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
         "labels": labels,
         "loss_title": loss_title(config),
         "model": _model_text(record),
-        "tokens": tokens,
+        "tokens": (curves.tokens or [0])[-1],
         "seconds": round_digits(training + sum(by_kind.values())),
         "starts": len(record.starts),
         "input_tokens_per_second": round_digits(metrics.rate("input_tokens_per_second")),
@@ -153,11 +143,12 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
         "charts": _charts(curves),
         "evaluations": [[one.step, round_digits(one.loss, 6), round_digits(one.seconds, 3), round_digits(one.accuracy),
                          round_digits(one.margin)] for one in evaluations],
-        "best": best_index,
+        "best": best and evaluations.index(best),
         "clip": clip_norm(record),
         "skipped": [[one.step, one.reason[:200]] for one in _thin(metrics.skipped, _MAX_SKIPPED)],
         "skipped_count": len(metrics.skipped),
-        "pauses": [[one.step, one.kind, round_digits(one.seconds, 3)] for one in pauses],
+        "pauses": [[one.step, one.kind, round_digits(one.seconds, 3)]
+                   for one in (metrics.pauses[place] for place in sorted(longest))],
         "time": [round_digits(part) for part in (training - waited, waited, *by_kind.values())],
         "resumes": list(record.resumes),
         "heat": [_heat_map(curves, name, record.moe_layers) for name in _HEAT_MAPS if f"{name}.0" in curves.fields],
@@ -210,9 +201,7 @@ def _heat_map(curves: Curves, name: str, layers: Sequence[int]) -> dict[str, Any
         curves = curves.halve()
     values = [[round_digits(value, 3) for value in curves.means(f"{name}.{row}")] for row in range(rows)]
     shown = [value for row in values for value in row if value is not None]
-    low = 1.0
-    if name == DROP_RATE:
-        low = 0.0
+    low = float(name != DROP_RATE)  # of a load over the mean: 1
     high = max(shown, default=low)
     if high <= low:
         high = low + 0.01
@@ -250,8 +239,7 @@ def _model_text(record: RunData) -> str:
         plan = (record.folder / "plan.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return text
-    weights = re.search(r"^  weights +([\d,]+)", plan, re.MULTILINE)
-    if weights:
+    if weights := re.search(r"^  weights +([\d,]+)", plan, re.MULTILINE):
         return f"{text}, {weights[1]} weights"
     return text
 
@@ -339,11 +327,3 @@ def _thin(values: Sequence[Any], limit: int, keep: Any = None) -> list[Any]:
     if keep is not None:
         places.add(values.index(keep))
     return [values[place] for place in sorted(places)]
-
-
-def _longest(pauses: Sequence[Pause], limit: int) -> list[Pause]:
-    """Returns the longest pauses, in order."""
-    if len(pauses) <= limit:
-        return list(pauses)
-    places = sorted(range(len(pauses)), key=lambda place: pauses[place].seconds)[-limit:]
-    return [pauses[place] for place in sorted(places)]

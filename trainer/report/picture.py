@@ -62,10 +62,15 @@ def draw_report(record: RunData, path: Path) -> bool:
     figure = draw_figure(record)
     if figure is None:
         return False
+    save_figure(figure, path)
+    return True
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure as PNG and moves it into place. Raises OSError if it cannot be written."""
     unfinished = unfinished_file(path)
     figure.savefig(unfinished, format="png")
     os.replace(unfinished, path)
-    return True
 
 
 def draw_figure(record: RunData) -> Figure | None:
@@ -117,19 +122,16 @@ def panel_grid(figure_type: type[Figure], count: int) -> tuple[Figure, list[Axes
         height = _WIDTH / 1.5
     figure = figure_type(figsize=(_WIDTH * scale, height * scale), layout="constrained", dpi=_DPI)
     cells = figure.add_gridspec(rows, columns, width_ratios=ratios)
-    axes = [figure.add_subplot(cells[: large[0], : large[1]])]
-    spans = [(large[0], range(large[1]))]  # of each panel: the row below it, and its columns
-    for number, (row, column) in enumerate(free[:count], start=1):
-        end = column + 1
-        if number == count:
-            end = columns
-        axes.append(figure.add_subplot(cells[row, column:end]))
-        spans.append((row + 1, range(column, end)))
-    tops = {(0, spans[0][1])} | {(row_below - 1, span_columns) for row_below, span_columns in spans[1:]}
-    for axis, (row_below, span_columns) in zip(axes, spans, strict=True):
-        if (row_below, span_columns) in tops:  # the panel below has the same steps in the same places
+    places = [cells[: large[0], : large[1]], *(cells[row, column] for row, column in free[: count - 1])]
+    if count:
+        row, column = free[count - 1]
+        places.append(cells[row, column:])
+    axes = [figure.add_subplot(place) for place in places]
+    tops = {(place.rowspan.start, place.colspan) for place in places}
+    for axis, place in zip(axes, places, strict=True):
+        if (place.rowspan.stop, place.colspan) in tops:  # the panel below has the same steps in the same places
             axis.tick_params(labelbottom=False)
-        if row_below == rows:
+        if place.is_last_row():
             axis.set_xlabel("optimizer step", fontsize=9)
     return figure, axes
 
@@ -231,7 +233,7 @@ def _draw_panel(axis: Axes, curves: Curves, panel: Panel, layers: Sequence[int] 
         if number in labelled and count > 1:
             suffix = name.partition(".")[2] or name
             if suffix.isdecimal():
-                style["label"] = f"layer {_layer_number(int(suffix), layers)}"
+                style["label"] = f"layer {dict(enumerate(layers)).get(int(suffix), suffix)}"
             else:
                 style["label"] = suffix
         axis.plot(curves.steps, curves.means(name), linewidth=1, marker=_marker(curves.steps), **style)
@@ -248,13 +250,6 @@ def _tick_text(value: float) -> str:
         if abs(value) >= factor:
             return f"{value / factor:.4g}{unit}"
     return f"{value:.4g}"
-
-
-def _layer_number(index: int, layers: Sequence[int]) -> int:
-    """Returns the number of the MoE layer with this index in the lists of metrics.jsonl."""
-    if index < len(layers):
-        return layers[index]
-    return index
 
 
 def _labelled_curves(count: int) -> set[int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.report.compare import ABSENT, loss_text, run_values
+from trainer.report.compare import ABSENT, cell_text, run_values
 from trainer.report.record import RunData, is_run_folder, read_run
 
 _MAX_DEPTH = 4  # levels of folders that are searched
@@ -58,6 +58,6 @@ def table_row(record: RunData) -> tuple[str, ...]:
     if timestamp:
         start_text = time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))
     return (
-        record.name, record.state, f"{record.step}/{record.last_step}", loss_text(values["loss"]),
-        loss_text(values["eval_loss"]), start_text, str(record.folder),
+        record.name, record.state, f"{record.step}/{record.last_step}", cell_text(values["loss"]),
+        cell_text(values["eval_loss"]), start_text, str(record.folder),
     )  # fmt: skip

@@ -20,11 +20,8 @@ def read_report_samples(folder: Path, max_characters: int) -> tuple[str, list[li
     Args:
         max_characters: Longer prompts and continuations are cut.
     """
-    records = list(_records(folder / SAMPLES_FILE))
-    if records:
-        shown = [records[0], records[-1]]
-        if len(records) == 1:
-            shown = records
+    if records := list(_records(folder / SAMPLES_FILE)):
+        shown = records[:1] + records[1:][-1:]
         samples = [[f"after step {record.get('step', 0)}", *_texts(record, max_characters)] for record in shown]
         return "text of the model", samples
     predictions = list(_records(folder / PREDICTIONS_FILE))[:2]

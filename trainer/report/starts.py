@@ -117,13 +117,9 @@ class StartMonitor(Monitor):
         """Records how the run ended, also when it failed."""
         if not self._starts:  # the run ended before the first step
             return
+        changes = {"ended": _now(), "outcome": _describe_failure(sys.exc_info()[1]), "end_step": self._step}
         if summary is not None:
-            outcome = summary.outcome
-            peak = summary.peak_rss_bytes
-        else:
-            outcome = _describe_failure(sys.exc_info()[1])
-            peak = 0
-        changes = {"ended": _now(), "outcome": outcome, "end_step": self._step, "peak_rss_bytes": peak}
+            changes |= {"outcome": summary.outcome, "peak_rss_bytes": summary.peak_rss_bytes}
         self._starts[-1] = self._starts[-1].model_copy(update=changes)
         with contextlib.suppress(RunError):  # a full disk must not hide how the run ended
             self._write()
