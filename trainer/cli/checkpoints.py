@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument
 
 from trainer.cli.loading import ConfigFile, Options, load_file, run_config
 from trainer.errors import UserError
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 
 checkpoints = typer.Typer()
 
-_Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="The folder.", show_default=False)]
+_Checkpoint = Annotated[str, Argument(metavar="CHECKPOINT", help="The folder.", show_default=False)]
 _OptionalCheckpoint = Annotated[
-    str | None, typer.Argument(metavar="[CHECKPOINT]", help="The folder; without it --config FILE.", show_default=False)
+    str | None, Argument(metavar="[CHECKPOINT]", help="The folder; without it --config FILE.", show_default=False)
 ]
 
 
@@ -36,10 +37,7 @@ def _chat(context: typer.Context, checkpoint: _Checkpoint, config: ConfigFile = 
 
 @checkpoints.command("eval")
 def _eval(
-    context: typer.Context,
-    checkpoint: _OptionalCheckpoint = None,
-    config: ConfigFile = None,
-    options: Options = None,
+    context: typer.Context, checkpoint: _OptionalCheckpoint = None, config: ConfigFile = None, options: Options = None
 ) -> int:
     """Evaluates a model: its loss on the evaluation data, or --tasks of EleutherAI's lm-eval.
 

@@ -132,7 +132,10 @@ def candidates(group: Any, words: Sequence[str]) -> list[Completion]:
     if current.startswith("-"):
         return _matching(_options(command, current), current)
     if before and before[-1].startswith("--") and "=" not in before[-1] and not _is_switch(command, before[-1]):
-        return _fitting(_values(command, before[-1]), current)
+        proposed = _values(command, before[-1])
+        if proposed == [Completion(FILES)]:
+            return proposed
+        return _matching(proposed, current)
     if name == "completion":
         return _matching([Completion(shell) for shell in SCRIPTS], current)
     return [Completion(FILES)]
@@ -144,13 +147,6 @@ def _first_sentence(text: str | None) -> str:
 
 def _matching(proposed: Sequence[Completion], current: str) -> list[Completion]:
     return [candidate for candidate in proposed if candidate.word.startswith(current)]
-
-
-def _fitting(proposed: list[Completion], current: str) -> list[Completion]:
-    """Returns the values that begin as written, or file names if the values are not known."""
-    if proposed and proposed != [Completion(FILES)]:
-        return _matching(proposed, current)
-    return proposed
 
 
 def _takes_keys(command: Any) -> bool:
@@ -217,6 +213,8 @@ def _is_switch(command: Any, flag: str) -> bool:
 
 def _values(command: Any, flag: str) -> list[Completion]:
     """Returns the values of a flag, `FILES` for a path, or nothing if they are unknown."""
+    from trainer.config.read.relocate import fields_at
+
     option = _option_of(command, flag)
     if flag in _VALUES:
         return [Completion(value) for value in _VALUES[flag]]
@@ -227,21 +225,12 @@ def _values(command: Any, flag: str) -> list[Completion]:
     key = flag.removeprefix("--")
     if known is not None:
         key = known.key
-    values = list(_values_of_key(key))
-    if values:
-        return values
+    if words := dict.fromkeys(word for field in fields_at(key) for word in _literals(field.annotation)):
+        return list(map(Completion, words))
     is_path = key.rpartition(".")[2].split("_")[-1] in _PATH_ENDINGS
     if is_path or (known is not None and any(word in known.metavar for word in _PATHS)):
         return [Completion(FILES)]
     return []
-
-
-def _values_of_key(key: str) -> Iterator[Completion]:
-    """Yields the words that a key of the configuration can be."""
-    from trainer.config.read.relocate import fields_at
-
-    words = dict.fromkeys(word for field in fields_at(key) for word in _literals(field.annotation))
-    yield from map(Completion, words)
 
 
 def _literals(annotation: Any) -> Iterator[str]:

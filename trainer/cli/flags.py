@@ -241,23 +241,20 @@ def _read_named(reader: _Reader, flag: Flag, inline: str | None) -> list[Overrid
 
     shown = f"--{flag.name}"
     example = flag.metavar.split("|")[0].strip("[].")
+    text = "true"
     texts: tuple[str, ...] = ()
     if flag.name == "model" and (inline or (reader.tokens or [""])[0]).lstrip().startswith("{"):
         return [Override("model", reader.value(shown, inline, example), f"flag {shown}")]  # the section of this name
     if flag.kind == "list":
         texts = tuple(reader.values(shown, inline, "TEXT"))
-    elif flag.kind == "value" or inline is not None or reader.next_is_value():
-        texts = (reader.value(shown, inline, example),)
-    text = "true"
-    if texts:
         text = texts[0]
+        if flag.metavar == "NAME..." and len(texts) == 1 and text.lstrip().startswith("["):
+            texts = ()  # the list as a file has it
+    elif flag.kind == "value" or inline is not None or reader.next_is_value():
+        text = reader.value(shown, inline, example)
     if flag.kind == "bool" and text.lower() not in ("true", "false"):
         fix = f"write {shown}, {shown} false or --no-{flag.name}"
         raise UserError("must be true or false", where=f"flag {shown}", key=flag.name, value=text, fix=fix)
-    if flag.metavar == "NAME..." and len(texts) == 1 and text.lstrip().startswith("["):
-        texts = ()  # the list as a file has it
-    if flag.kind != "list":
-        texts = ()
     overrides = [Override(flag.key, text, f"flag {shown}", texts=texts)]
     if flag.also:
         overrides.append(Override(flag.also, text, f"flag {shown}", only_if_present=True))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import UserError
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.checks.problem import ConfigError
 
-ConfigFile = Annotated[str | None, typer.Option("--config", help="The YAML file.", metavar="FILE", show_default=False)]
+ConfigFile = Annotated[str | None, Option("--config", help="The YAML file.", metavar="FILE", show_default=False)]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
 Options = Annotated[
     str | None,
-    typer.Option("--options", help="Any other keys: a.b=c d.e=f.", metavar="KEY=VALUE", show_default=False),
+    Option("--options", help="Any other keys: a.b=c d.e=f.", metavar="KEY=VALUE", show_default=False),
 ]
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from trainer.cli.checkpoints import checkpoints
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, Flag, split_arguments
-from trainer.cli.loading import ConfigFile, Options, gc_disabled, load_file, run_config
+from trainer.cli.loading import ConfigFile, Json, Options, gc_disabled, load_file, run_config
 from trainer.cli.planning import planning
 from trainer.cli.reports import reports
 from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending
@@ -60,18 +61,14 @@ def program() -> None:
     Unloading MindSpore's modules and freeing what it compiled would take half a second or more, for memory that the
     system takes back anyway.
     """
-    code: int | str | None = EXIT_RUN_FAILED  # of an exception that Python shows
+    code = EXIT_RUN_FAILED  # of an exception that Python shows
 
     def exit_at_once() -> None:
         """Ends the process without waiting for threads and without Python's cleanup."""
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        if code is None:
-            os._exit(EXIT_OK)
-        if isinstance(code, int):
-            os._exit(code)
-        os._exit(EXIT_RUN_FAILED)
+        os._exit(code)
 
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it would look for some in every installed package
     os.environ["MPLBACKEND"] = "agg"  # a notebook hands its own on, which this interpreter may not have
@@ -80,7 +77,8 @@ def program() -> None:
     try:
         main()
     except SystemExit as ending:
-        code = ending.code
+        if not isinstance(ending.code, str):
+            code = ending.code or EXIT_OK
         raise
 
 
@@ -232,10 +230,8 @@ def _add_flags(command: Any, template_of: Any, left_out: str = "") -> None:
     if command is not template_of:
         command.params += [template, options]
     for panel, flags in PANELS.items():
-        if panel == left_out:
-            continue
-        for flag in flags:
-            command.params.append(_option(template, flag.name, flag.help, _metavar(flag), panel))
+        if panel != left_out:
+            command.params += [_option(template, flag.name, flag.help, _metavar(flag), panel) for flag in flags]
 
 
 def _metavar(flag: Flag) -> str:
@@ -259,16 +255,10 @@ def _print_panel(title: str) -> None:
 def _option(template: Any, name: str, text: str, metavar: str, panel: str | None = None) -> Any:
     """Returns a changed copy of one of Typer's options, which Typer makes only from a function's signature."""
     option = copy.copy(template)
-    option.name = name
-    option.opts = [f"--{name}"]
-    option.help = text
-    option.metavar = metavar
-    option.rich_help_panel = panel
-    option.expose_value = False
+    vars(option).update(
+        name=name, opts=[f"--{name}"], help=text, metavar=metavar, rich_help_panel=panel, expose_value=False
+    )
     return option
-
-
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("train", help=_HELP)
@@ -282,17 +272,17 @@ app.registered_commands += [*checkpoints.registered_commands, *planning.register
 @app.command("smoke")
 def _smoke(
     context: typer.Context,
-    files: Annotated[list[str] | None, typer.Argument(metavar="[FILE|DIR]...", help="Several files.")] = None,
+    files: Annotated[list[str] | None, Argument(metavar="[FILE|DIR]...", help="Several files.")] = None,
     config: ConfigFile = None,
     options: Options = None,
-    ranks: Annotated[int, typer.Option("--ranks", help="Processes to train on.", metavar="INT")] = 1,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps.", metavar="INT")] = 3,
-    json_: _Json = False,
+    ranks: Annotated[int, Option(help="Processes to train on.", metavar="INT")] = 1,
+    steps: Annotated[int, Option(help="Optimizer steps.", metavar="INT")] = 3,
+    json_: Json = False,
     against: Annotated[
-        str | None, typer.Option(help="Compare plans with a git revision; no file: what changed.", metavar="REV")
+        str | None, Option(help="Compare plans with a git revision; no file: what changed.", metavar="REV")
     ] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML.", metavar="FILE")] = None,
-    summary: Annotated[Path | None, typer.Option(help="Write a summary in Markdown.", metavar="FILE")] = None,
+    junit: Annotated[Path | None, Option(help="Write JUnit XML.", metavar="FILE")] = None,
+    summary: Annotated[Path | None, Option(help="Write a summary in Markdown.", metavar="FILE")] = None,
 ) -> int:
     """Tries training files on any machine: a small copy trains, saves, resumes and evaluates.
 
@@ -341,12 +331,9 @@ def _smoke(
 
 @app.command("data")
 def _data(
-    context: typer.Context,
-    config: ConfigFile = None,
-    options: Options = None,
-    rows: Annotated[int, typer.Option("--rows", help="Sequences to show.", metavar="INT")] = 3,
-    json_: _Json = False,
-) -> int:
+    context: typer.Context, config: ConfigFile = None, options: Options = None,
+    rows: Annotated[int, Option(help="Sequences to show.", metavar="INT")] = 3, json_: Json = False,
+) -> int:  # fmt: skip
     """Shows what will be trained on: the first sequences as text, and statistics. Never loads MindSpore."""
     from trainer.run.preview import print_preview
 
@@ -357,12 +344,11 @@ def _data(
 def _sweep(
     context: typer.Context,
     grid: Annotated[
-        list[str] | None,
-        typer.Option("--grid", help="A key and values; every combination is one run.", metavar="KEY=V,V"),
+        list[str] | None, Option(help="A key and values; every combination is one run.", metavar="KEY=V,V")
     ] = None,
     config: ConfigFile = None,
     options: Options = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", help="Runs at a time; default: cores.", metavar="INT")] = None,
+    jobs: Annotated[int | None, Option(help="Runs at a time; default: cores.", metavar="INT")] = None,
 ) -> int:
     """Trains with every combination of some settings: runs side by side, then a comparison of all.
 
@@ -378,10 +364,10 @@ def _sweep(
 def _launch(
     context: typer.Context,
     force: Annotated[
-        bool, typer.Option("--force", help="Start even if the memory estimate exceeds what is available.")
+        bool, Option("--force", help="Start even if the memory estimate exceeds what is available.")
     ] = False,
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="With --max_restarts: continue on fewer ranks if one fails permanently.")
+        bool, Option("--elastic", help="With --max_restarts: continue on fewer ranks if one fails permanently.")
     ] = False,
 ) -> int:
     """Runs the trainer on several devices, through MindSpore's msrun, and supervises it.
@@ -402,15 +388,15 @@ def _export(
     context: typer.Context,
     config: ConfigFile = None,
     options: Options = None,
-    output: Annotated[str | None, typer.Option(help="The folder, or a .safetensors file.", metavar="PATH")] = None,
-    adapter: Annotated[str | None, typer.Option(help="The adapters: --adapter_id.", metavar="PATH")] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapters into the weights.")] = False,
+    output: Annotated[str | None, Option(help="The folder, or a .safetensors file.", metavar="PATH")] = None,
+    adapter: Annotated[str | None, Option(help="The adapters: --adapter_id.", metavar="PATH")] = None,
+    merge: Annotated[bool, Option("--merge", help="Merge the adapters into the weights.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="--merge: compare logits before and after it; loads MindSpore.")
+        bool, Option("--check", help="--merge: compare logits before and after it; loads MindSpore.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.", metavar="NAME")] = "float32",
-    shard_size: Annotated[str, typer.Option("--shard_size", help="Size of a weight file.", metavar="SIZE")] = "5GB",
+    force: Annotated[bool, Option("--force", help="Replace a file that is there.")] = False,
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.", metavar="NAME")] = "float32",
+    shard_size: Annotated[str, Option("--shard_size", help="Size of a weight file.", metavar="SIZE")] = "5GB",
 ) -> int:
     """Writes the weights of --load_checkpoint as a folder that Hugging Face's transformers loads.
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from trainer.cli.loading import ConfigFile, Options, gc_disabled, load_file
+from trainer.cli.loading import ConfigFile, Json, Options, gc_disabled, load_file
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_RUN_FAILED, UserError
 from trainer.input_files import user_path
 
@@ -23,44 +24,35 @@ if TYPE_CHECKING:
 
 planning = typer.Typer()
 
-_Name = Annotated[
-    str | None, typer.Option(help="ascend: look for fused operators in the graph.", metavar="NAME", show_default=False)
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 @planning.command("plan")
 def _plan(
     context: typer.Context,
     config: ConfigFile = None,
     options: Options = None,
-    json_: _Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="All kernels, dtypes, groups and reasons.")] = False,
-    audit: _Name = None,
+    json_: Json = False,
+    verbose: Annotated[bool, Option("--verbose", help="All kernels, dtypes, groups and reasons.")] = False,
+    audit: Annotated[
+        str | None, Option(help="ascend: look for fused operators in the graph.", metavar="NAME", show_default=False)
+    ] = None,
     dryrun: Annotated[
-        str | None,
-        typer.Option(help="ascend: try a step on MindSpore's backend for it.", metavar="NAME", show_default=False),
+        str | None, Option(help="ascend: try a step on MindSpore's backend for it.", metavar="NAME", show_default=False)
     ] = None,
-    rank: Annotated[int, typer.Option("--rank", help="--dryrun, --audit: as this rank.", metavar="INT")] = 0,
-    ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks of the job.", metavar="INT")] = None,
-    local_ranks: Annotated[int | None, typer.Option("--local_ranks", help="Ranks on one host.", metavar="INT")] = None,
+    rank: Annotated[int, Option(help="--dryrun, --audit: as this rank.", metavar="INT")] = 0,
+    ranks: Annotated[int | None, Option(help="Ranks of the job.", metavar="INT")] = None,
+    local_ranks: Annotated[int | None, Option("--local_ranks", help="Ranks on one host.", metavar="INT")] = None,
     schedule: Annotated[
-        Path | None,
-        typer.Option(help="Draw the pipeline's schedule: as text, and as a PNG file.", metavar="FILE"),
+        Path | None, Option(help="Draw the pipeline's schedule: as text, and as a PNG file.", metavar="FILE")
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Find the fastest layout on --ranks.")] = False,
+    search: Annotated[bool, Option("--search", help="Find the fastest layout on --ranks.")] = False,
     max_device_memory: Annotated[
-        str | None, typer.Option("--max_device_memory", help="The key context.max_device_memory.", metavar="SIZE")
+        str | None, Option("--max_device_memory", help="The key context.max_device_memory.", metavar="SIZE")
     ] = None,
-    write: Annotated[
-        Path | None, typer.Option(help="--search: write the file with the best layout.", metavar="FILE")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="--write: replace a file that is there.")] = False,
-    check: Annotated[
-        int, typer.Option("--check", help="--search: dry-run so many of the best layouts.", metavar="INT")
-    ] = 0,
+    write: Annotated[Path | None, Option(help="--search: write the file with the best layout.", metavar="FILE")] = None,
+    force: Annotated[bool, Option("--force", help="--write: replace a file that is there.")] = False,
+    check: Annotated[int, Option(help="--search: dry-run so many of the best layouts.", metavar="INT")] = 0,
     measured: Annotated[
-        Path | None, typer.Option(help="--search: step times of runs, which correct the rates.", metavar="FILE")
+        Path | None, Option(help="--search: step times of runs, which correct the rates.", metavar="FILE")
     ] = None,
 ) -> int:
     """Shows what a run would do. Does not load MindSpore, except for --audit, --dryrun and --check.

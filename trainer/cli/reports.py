@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from trainer.cli.loading import Json
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
 from trainer.input_files import user_path
 
@@ -19,19 +21,16 @@ if TYPE_CHECKING:
 
 reports = typer.Typer()
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 @reports.command("compare")
 def _compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Output folders of runs.")],
-    loss: Annotated[float | None, typer.Option(help="Also: the tokens to this loss.", show_default=False)] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Exit code 1 where a number differs.")] = False,
+    folders: Annotated[list[Path], Argument(metavar="RUN RUN...", help="Output folders of runs.")],
+    loss: Annotated[float | None, Option(help="Also: the tokens to this loss.", show_default=False)] = None,
+    exact: Annotated[bool, Option("--exact", help="Exit code 1 where a number differs.")] = False,
     output: Annotated[
-        Path | None,
-        typer.Option(help="A folder for compare.png and compare.html; none by default.", metavar="DIR"),
+        Path | None, Option(help="A folder for compare.png and compare.html; none by default.", metavar="DIR")
     ] = None,
-    json_: _Json = False,
+    json_: Json = False,
 ) -> int:
     """Compares runs: figures, settings that differ, and the first step whose numbers differ from the first run's."""
     from trainer.report.compare import compare_runs, comparison_dict, comparison_tables
@@ -67,8 +66,7 @@ def _compare(
 
 @reports.command("runs")
 def _runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to look.")] = Path("output"),
-    json_: _Json = False,
+    folder: Annotated[Path, Argument(metavar="[DIR]", help="Where to look.")] = Path("output"), json_: Json = False
 ) -> int:
     """Lists the runs below a folder: state, step, loss, when and where; the newest last."""
     from trainer.report.runs import HEADER, LEFT_OUT_FIRST, find_runs, run_values, table_row

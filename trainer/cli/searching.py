@@ -75,7 +75,7 @@ def search_layouts(arguments: Arguments, world: World, json_: bool, options: Sea
     if options.check:
         best = shown_candidates(result.candidates)
         for candidate in best[: options.check]:
-            _replace(result.candidates, candidate, _dry_run(search, config, candidate))
+            result.candidates[result.candidates.index(candidate)] = _dry_run(search, config, candidate)
     if write is not None:
         best = shown_candidates(result.candidates)[0]
         write_output(write, dump_config(search.changed_config(config, best.layout)), "--write")
@@ -106,10 +106,6 @@ def _writable(file: Path, force: bool) -> Path:
         fix = "make its folder, or name another file"
         raise UserError("its folder does not exist", where="flag --write", key="--write", value=str(path), fix=fix)
     return path
-
-
-def _replace(candidates: list[Candidate], before: Candidate, after: Candidate) -> None:
-    candidates[candidates.index(before)] = after
 
 
 def _dry_run(search: LayoutSearch, config: Config, candidate: Candidate) -> Candidate:

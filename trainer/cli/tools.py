@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from typer import Argument, Option
 
-from trainer.cli.loading import ConfigFile, Options, load_file
+from trainer.cli.loading import ConfigFile, Json, Options, load_file
 from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
 from trainer.input_files import require_new, user_path, write_output
@@ -24,12 +25,11 @@ _NO_FOLDING = 10_000  # columns of a table that no terminal shows
 
 tools = typer.Typer()
 
-_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the run, or of its logs.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Folder = Annotated[Path, Argument(metavar="DIR", help="The folder of the run, or of its logs.")]
 
 
 @tools.command("status")
-def _status(folder: _Folder, json_: _Json = False) -> int:
+def _status(folder: _Folder, json_: Json = False) -> int:
     """Shows the status of a job that was started with launch."""
     from trainer.launch.command import status
 
@@ -46,8 +46,8 @@ def _stop(folder: _Folder) -> int:
 
 @tools.command("verify")
 def _verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a folder of them, or a token cache.")],
-    json_: _Json = False,
+    folder: Annotated[Path, Argument(metavar="DIR", help="A checkpoint, a folder of them, or a token cache.")],
+    json_: Json = False,
 ) -> int:
     """Checks checkpoints and token caches: sizes, checksums and contents.
 
@@ -67,21 +67,15 @@ def _verify(
 
 @tools.command("convert")
 def _convert(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The YAML file.", show_default=False)],
-    schema: Annotated[str, typer.Option("--to", help="The schema to write: 1.x or 2.0.", metavar="SCHEMA")] = "1.x",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Default: standard output.", metavar="PATH")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-    lossy: Annotated[
-        bool, typer.Option("--lossy", help="Leave out what the other schema cannot say, and list it.")
-    ] = False,
+    file: Annotated[str, Argument(metavar="FILE", help="The YAML file.", show_default=False)],
+    schema: Annotated[str, Option("--to", help="The schema to write: 1.x or 2.0.", metavar="SCHEMA")] = "1.x",
+    output: Annotated[Path | None, Option("--output", "-o", help="Default: standard output.", metavar="PATH")] = None,
+    force: Annotated[bool, Option("--force", help="Replace a file that is there.")] = False,
+    lossy: Annotated[bool, Option("--lossy", help="Leave out what the other schema cannot say, and list it.")] = False,
     proof: Annotated[
-        bool, typer.Option("--proof", help="Train small copies of both files for three steps: equal losses.")
+        bool, Option("--proof", help="Train small copies of both files for three steps: equal losses.")
     ] = False,
-    steps: Annotated[
-        int | None, typer.Option("--steps", help="To 2.0, without the data: optimizer steps.", metavar="INT")
-    ] = None,
+    steps: Annotated[int | None, Option(help="To 2.0, without the data: optimizer steps.", metavar="INT")] = None,
 ) -> int:
     """Converts a file between the schemas of MindSpore Transformers 1.x and 2.0, and compares both plans.
 
@@ -112,35 +106,28 @@ def _convert(
         report_progress(prove(conversion, report_progress))
     if output is None:
         print(conversion.text, end="")
-        return EXIT_OK
-    write_output(output, conversion.text, "--output")
-    print(output)
+    else:
+        write_output(output, conversion.text, "--output")
+        print(output)
     return EXIT_OK
 
 
 @tools.command("merge")
 def _merge(
-    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help="Folders or files of weights.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", metavar="DIR")],
-    method: Annotated[
-        str, typer.Option("--method", help="linear (mean), slerp, task_arithmetic or ties.", metavar="METHOD")
-    ] = "linear",
+    models: Annotated[list[Path], Argument(metavar="MODEL...", help="Folders or files of weights.")],
+    output: Annotated[Path, Option("--output", "-o", help="The folder to write.", metavar="DIR")],
+    method: Annotated[str, Option(help="linear (mean), slerp, task_arithmetic or ties.", metavar="METHOD")] = "linear",
     weight: Annotated[
-        list[float] | None,
-        typer.Option("--weight", help="Once for each model. linear divides by their sum. Default: 1.", metavar="X"),
+        list[float] | None, Option(help="Once for each model. linear divides by their sum. Default: 1.", metavar="X")
     ] = None,
     base: Annotated[
-        Path | None, typer.Option("--base", help="task_arithmetic, ties: the model before training.", metavar="DIR")
+        Path | None, Option(help="task_arithmetic, ties: the model before training.", metavar="DIR")
     ] = None,
-    t: Annotated[float, typer.Option("--t", help="slerp: 0 is the first model, 1 the second.", min=0, max=1)] = 0.5,
-    scale: Annotated[
-        float, typer.Option("--scale", help="task_arithmetic, ties: factor on the merged difference.")
-    ] = 1.0,
-    density: Annotated[
-        float, typer.Option("--density", help="ties: share of each difference that is kept.", min=0, max=1)
-    ] = 0.2,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.", metavar="DTYPE")] = "float32",
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    t: Annotated[float, Option(help="slerp: 0 is the first model, 1 the second.", min=0, max=1)] = 0.5,
+    scale: Annotated[float, Option(help="task_arithmetic, ties: factor on the merged difference.")] = 1.0,
+    density: Annotated[float, Option(help="ties: share of each difference that is kept.", min=0, max=1)] = 0.2,
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.", metavar="DTYPE")] = "float32",
+    force: Annotated[bool, Option("--force", help="Replace files that are there.")] = False,
 ) -> int:
     """Merges the weights of several models of one size into a folder for transformers and this trainer.
 
@@ -165,19 +152,13 @@ def _merge(
 
 @tools.command("trace")
 def _trace(
-    context: typer.Context,
-    output: Annotated[Path, typer.Option("--output", help="The folder of the trace.", metavar="DIR")],
-    config: ConfigFile = None,
-    options: Options = None,
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps to record.", metavar="INT")] = 1,
-    full: Annotated[
-        str, typer.Option("--full", help="Also write tensors of these names, with * and ?.", metavar="PATTERN")
-    ] = "",
-    against: Annotated[
-        Path | None, typer.Option("--against", help="Compare with this trace, or msprobe's dump.", metavar="DIR")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a trace that is there.")] = False,
-) -> int:
+    context: typer.Context, output: Annotated[Path, Option(help="The folder of the trace.", metavar="DIR")],
+    config: ConfigFile = None, options: Options = None,
+    steps: Annotated[int, Option(help="Optimizer steps to record.", metavar="INT")] = 1,
+    full: Annotated[str, Option(help="Also write tensors of these names, with * and ?.", metavar="PATTERN")] = "",
+    against: Annotated[Path | None, Option(help="Compare with this trace, or msprobe's dump.", metavar="DIR")] = None,
+    force: Annotated[bool, Option("--force", help="Replace a trace that is there.")] = False,
+) -> int:  # fmt: skip
     """Records what each layer computes in training steps, on each rank; compares it with another record.
 
     With --config it trains and writes --output; under launch each rank writes its shards. With --against another folder
@@ -248,9 +229,9 @@ def _smoke_worker(folder: Path, steps: int) -> int:
 
 @tools.command("doctor")
 def _doctor(
-    json_: _Json = False,
-    deep: Annotated[bool, typer.Option("--deep", help="Also run a MindSpore operator; takes seconds.")] = False,
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Where a run would write.")] = Path("output"),
+    json_: Json = False,
+    deep: Annotated[bool, Option("--deep", help="Also run a MindSpore operator; takes seconds.")] = False,
+    output_dir: Annotated[Path, Option("--output_dir", help="Where a run would write.")] = Path("output"),
 ) -> int:
     """Checks whether this machine can train, and says how to fix what is missing."""
     from rich.console import Console
@@ -277,7 +258,7 @@ def _schema() -> int:
 
 
 @tools.command("completion")
-def _completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> int:
+def _completion(shell: Annotated[str, Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> int:
     """Prints the script that turns on completion of commands, flags, values and file names in a shell."""
     from trainer.cli.completion import completion_script
 
