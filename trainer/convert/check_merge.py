@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from trainer.checkpoint.adapters import load_initial_weights
+from trainer.config import Config
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.spec.adapters import without_adapters
-
-if TYPE_CHECKING:
-    from trainer.config import Config
 
 _ROWS = 2
 _TOKENS = 64

@@ -119,9 +119,7 @@ def convert(path: str, text: str, schema: str, *, is_lossy: bool = False, steps:
     root, _ = parse_document(path, text)
     if is_newer_schema(root) == (schema == NEWER):
         rule = f"this file has the {schema} schema already: there is nothing to convert"
-        other = OLDER
-        if schema == OLDER:
-            other = NEWER
+        other = {OLDER: NEWER, NEWER: OLDER}[schema]
         raise UserError(rule, where=path, fix=f"use it as it is, or write --to {other}")
     overrides = []
     if steps is not None and schema == NEWER:

@@ -15,14 +15,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from trainer.checkpoint.averages import linear, slerp, task_arithmetic, ties
-from trainer.checkpoint.hugging_face import (
-    CONFIG,
-    GENERATION,
-    INDEX,
-    TOKENIZER_FILES,
-    index_json,
-    split_into_files,
-)
+from trainer.checkpoint.hugging_face import CONFIG, GENERATION, INDEX, TOKENIZER_FILES, index_json, split_into_files
 from trainer.checkpoint.store import find_checkpoint
 from trainer.checkpoint.weights import read_weights
 from trainer.errors import UserError
@@ -76,12 +69,12 @@ def merge(options: MergeOptions) -> str:
     _check(options)
     sources = [read_weights(path, "argument MODEL") for path in options.models]
     base = None
+    others = list(zip(options.models, sources, strict=True))[1:]
     if options.base is not None:
         base = read_weights(options.base, "flag --base")
-    for path, source in zip(options.models[1:], sources[1:], strict=True):
+        others.append((options.base, base))
+    for path, source in others:
         _compare(options.models[0], sources[0], path, source)
-    if options.base is not None and base is not None:
-        _compare(options.models[0], sources[0], options.base, base)
     merged = {
         name: LazyArray(array.shape, partial(_read_part, options, sources, base, name))
         for name, array in sources[0].items()
@@ -156,9 +149,7 @@ def _check(options: MergeOptions) -> None:
     check_output(options.output, options.force)
 
 
-def _compare(
-    first: Path, expected: Mapping[str, LazyArray], path: Path, tensors: Mapping[str, LazyArray]
-) -> None:
+def _compare(first: Path, expected: Mapping[str, LazyArray], path: Path, tensors: Mapping[str, LazyArray]) -> None:
     """Raises a UserError if a model has other tensors than the first one."""
     for name in (*expected, *tensors):
         if name not in tensors:

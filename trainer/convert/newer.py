@@ -46,8 +46,7 @@ def newer_file(config: Config, name: str) -> NewerFile:
         after = parse_config(name, newer_text(chosen, ""), (), problems)
         differing = different_keys(config, after).keys()
         open_keys = {key: one for key, one in every.items() if key not in chosen and one.value != one.default}
-        missing = {key: one.value for key, one in open_keys.items() if differing & {*one.places}}
-        if missing:
+        if missing := {key: one.value for key, one in open_keys.items() if differing & {*one.places}}:
             chosen |= missing
             continue
         wrong = [each for each in problems if each.error.key in chosen]

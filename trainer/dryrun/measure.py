@@ -9,18 +9,17 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import mindspore
 
+from trainer.config import Config
 from trainer.dryrun.observe import ExecutionOrder, host_reads, project_line
 from trainer.dryrun.process import CaseFailure, Collective
 from trainer.errors import TrainerError, UserError
 from trainer.monitors.formatting import size
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.parallel.world import World
+from trainer.parallel.world import World
 
 _OPERATORS = (
     r"[Pp]rimitive\[(\w+)\]", r"[Ff]or (?:primitive|operator|Operator)? ?['\[](\w+)['\]]", r"[Oo]perator\[(\w+)\]",
@@ -28,34 +27,26 @@ _OPERATORS = (
 )  # fmt: skip
 
 
+@dataclass
 class CaseRun:
     """Runs a case in this process and measures its steps.
 
-    Args:
-        libraries: The stubs of CANN's libraries, which record legacy kernels.
+    Attributes:
         say: Takes a line about the progress.
+        libraries: The stubs of CANN's libraries, which record legacy kernels.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        steps: int,
-        options: Mapping[str, Any],
-        say: Callable[[str], None],
-        libraries: ctypes.CDLL,
-    ) -> None:
-        self.config = config
-        self.world = world
-        self.steps = steps
-        self.options = options
-        self.say = say
-        self.libraries = libraries
-        self.reads: dict[str, tuple[int, int]] = {}
-        self.collectives: list[Collective] = []
-        self.base_bytes = 0
-        self.order = ExecutionOrder()
-        self.kernels: Counter[str] = Counter()
+    config: Config
+    world: World
+    steps: int
+    options: Mapping[str, Any]
+    say: Callable[[str], None]
+    libraries: ctypes.CDLL
+    reads: dict[str, tuple[int, int]] = field(default_factory=dict)
+    collectives: list[Collective] = field(default_factory=list)
+    base_bytes: int = 0
+    order: ExecutionOrder = field(default_factory=ExecutionOrder)
+    kernels: Counter[str] = field(default_factory=Counter)
 
     def measured_steps(self, step: Callable[[int], None]) -> None:
         """Calls `step` with the number of each step. The results are those of the last step."""

@@ -66,8 +66,7 @@ def current_project_line() -> str:
     """Returns the innermost line of this project on the calling thread's stack, as trainer/step/clip.py:12."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        line = project_line(frame.f_code.co_filename, frame.f_lineno)
-        if line:
+        if line := project_line(frame.f_code.co_filename, frame.f_lineno):
             return line
         frame = frame.f_back
     return "elsewhere"

@@ -94,12 +94,9 @@ class Measurement:
 
 
 def run_cases(
-    cases: Mapping[str, Case],
-    ranks: int = 1,
-    rank: int = 0,
-    tell: Tell = lambda name, text: None,
+    cases: Mapping[str, Case], ranks: int = 1, rank: int = 0, tell: Tell = lambda name, text: None,
     python: Sequence[str] = (sys.executable,),
-) -> dict[str, Measurement]:
+) -> dict[str, Measurement]:  # fmt: skip
     """Runs every case as one rank of a job, including those after a failed one.
 
     If the process dies, the case that it was running has failed, and a new process runs the remaining cases.
@@ -117,17 +114,15 @@ def run_cases(
     remaining = dict(cases)
     while remaining:
         with tempfile.TemporaryDirectory(prefix="dryrun-") as name:
-            done, current = _run_process(Path(name), remaining, ranks, rank, tell, toolkit, python)
-        measurements |= done
+            measurements |= _run_process(Path(name), remaining, ranks, rank, tell, toolkit, python)
         remaining = {name: case for name, case in remaining.items() if name not in measurements}
-        assert current is None or current in measurements
     return {name: measurements[name] for name in cases}
 
 
 def _run_process(
     folder: Path, cases: Mapping[str, Case], ranks: int, rank: int, tell: Tell, toolkit: Path, python: Sequence[str]
-) -> tuple[dict[str, Measurement], str | None]:
-    """Returns the measurements of one process, and the case during which it died, or None."""
+) -> dict[str, Measurement]:
+    """Returns the measurements of one process; the case during which it died has failed."""
     job = {"ranks": ranks, "rank": rank, "cases": {name: case._asdict() for name, case in cases.items()}}
     (folder / CASES).write_text(json.dumps(job))
     (folder / RESULTS).touch()
@@ -157,7 +152,7 @@ def _run_process(
         current = next(name for name in cases if name not in measurements)
     if current is not None:
         measurements[current] = Measurement(CaseFailure("", "", _death_message(process.returncode, folder / LOG)))
-    return measurements, current
+    return measurements
 
 
 def environment(variables: Mapping[str, str], toolkit: Path, ranks: int, rank: int) -> dict[str, str]:
@@ -198,9 +193,7 @@ def _lines(path: Path, process: subprocess.Popen) -> Iterator[str]:
 def _measurement(values: Mapping[str, Any]) -> Measurement:
     failure = values["failure"] and CaseFailure(**values["failure"])
     reads = {where: tuple(numbers) for where, numbers in values["host_reads"].items()}
-    collectives = [
-        Collective(name, dtype, size, tuple(ranks)) for name, dtype, size, ranks in values["collectives"]
-    ]
+    collectives = [Collective(name, dtype, size, tuple(ranks)) for name, dtype, size, ranks in values["collectives"]]
     return Measurement(**{**values, "failure": failure, "host_reads": reads, "collectives": collectives})
 
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from trainer.config import dump_config
+from trainer.config import Config, dump_config
 from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, runs_semi_auto
-from trainer.config.checks.problem import raise_problems
+from trainer.config.checks.problem import ConfigError, raise_problems
 from trainer.config.checks.rules import run_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.doctor import available_memory_bytes
@@ -18,16 +18,12 @@ from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Collective, Measurement, run_cases
 from trainer.errors import RunError, TrainerError, UserError
 from trainer.monitors.formatting import size
+from trainer.parallel.world import World
 from trainer.plan.device.memory import DEVICE_BYTES
 from trainer.plan.division import rank_groups, ranks_text
 from trainer.plan.memory import memory_estimate
 from trainer.run.plan_file import plan_file
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.config.checks.problem import ConfigError
-    from trainer.parallel.world import World
-    from trainer.tables import Section
+from trainer.tables import Section
 
 _GIB = 1 << 30
 _HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device
@@ -54,9 +50,7 @@ class DryRun(NamedTuple):
     @property
     def device_bytes(self) -> int:
         """Returns the memory that MindSpore may use on a device."""
-        if self.limit_bytes is None:
-            return DEVICE_BYTES
-        return self.limit_bytes
+        return self.limit_bytes or DEVICE_BYTES
 
     def check(self) -> None:
         """Raises a RunError if a device would run out of memory."""

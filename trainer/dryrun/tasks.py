@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mindspore
 import numpy as np
 from mindspore import Tensor
 
+from trainer.config import Config
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, runs_semi_auto
 from trainer.data.batches.batch import Batch
 from trainer.data.source.images import ImageBatch, random_images
+from trainer.dryrun.measure import CaseRun
 from trainer.dryrun.weights import leave_weights_empty
 from trainer.ops import dispatch
 from trainer.parallel import collectives
@@ -23,10 +25,6 @@ from trainer.parallel.world import World
 from trainer.run.session import open_training, set_up_device
 from trainer.semi_auto.step import GraphStep
 from trainer.semi_auto.training import open_semi_auto_training
-
-if TYPE_CHECKING:
-    from trainer.config import Config
-    from trainer.dryrun.measure import CaseRun
 
 _RATE = 1e-3
 
@@ -77,10 +75,8 @@ def _schedule(update: int) -> float:
 def count_parameters(step: Any) -> int:
     """Returns the number of elements of all parameters of this rank."""
     if isinstance(step, GraphStep):
-        parameters = step.parameters.local
-    else:
-        parameters = step.model.parameters_by_name
-    return sum(parameter.size for parameter in parameters.values())
+        return sum(parameter.size for parameter in step.parameters.local.values())
+    return sum(parameter.size for parameter in step.model.parameters_by_name.values())
 
 
 def micro_batches_for_step(run: CaseRun, step: Any, number: int) -> Sequence[Batch | ImageBatch]:

@@ -9,9 +9,7 @@ from mindspore import Parameter, Tensor, mint
 from mindspore import dtype as mstype
 
 from trainer.models import decoder
-from trainer.models.spec.model import ParameterSpec
 from trainer.optim.base import Optimizer
-from trainer.parallel.sharding import ShardSpec
 from trainer.run import session
 from trainer.semi_auto import shards
 
@@ -21,11 +19,11 @@ _REFERENCES_OF_A_NEW_TENSOR = 4  # in the count of `Parameter`
 def leave_weights_empty() -> None:
     """Makes this process allocate parameters on the device only, without initial values, copies and comparisons."""
     weights: Any = decoder
-    weights.initial_value = _empty_weight
+    weights.initial_value = lambda parameter, settings, seed, part=None: _empty((part or parameter).shape)
     weights.Tensor = _tensor
     session.check_same_weights = lambda *arguments: None
     optimizer: Any = Optimizer
-    optimizer.new_array = _empty_state
+    optimizer.new_array = lambda self, shape, name: Parameter(_empty(shape), name=name, requires_grad=False)
     sharded_parameters: Any = shards.ShardedParameters
     sharded_parameters.start = _start_empty
     # MindSpore copies the first value of a parameter to the host and back if other references to it may exist.
@@ -35,10 +33,8 @@ def leave_weights_empty() -> None:
     )
 
 
-def _empty_weight(
-    parameter: ParameterSpec, settings: Any, seed: int, part: ShardSpec | None = None
-) -> Tensor:
-    return mint.empty(parameter.shape if part is None else part.shape, dtype=mstype.float32)
+def _empty(shape: tuple[int, ...]) -> Tensor:
+    return mint.empty(shape, dtype=mstype.float32)
 
 
 def _tensor(value: Any, *more: Any, **named: Any) -> Tensor:
@@ -48,11 +44,7 @@ def _tensor(value: Any, *more: Any, **named: Any) -> Tensor:
     return mindspore.Tensor(value, *more, **named)
 
 
-def _empty_state(self: Optimizer, shape: tuple[int, ...], name: str) -> Parameter:
-    return Parameter(mint.empty(shape, dtype=mstype.float32), name=name, requires_grad=False)
-
-
 def _start_empty(self: shards.ShardedParameters, weights: None) -> None:
     parameters = [(parameter, self.shards[name].shape) for name, parameter in self.local.items()]
     for parameter, shape in [*parameters, *self.sums.values()]:
-        parameter.set_data(mint.empty(shape, dtype=mstype.float32), slice_shape=True)
+        parameter.set_data(_empty(shape), slice_shape=True)

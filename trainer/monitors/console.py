@@ -33,13 +33,9 @@ class LineMonitor(Monitor):
     """
 
     def __init__(
-        self,
-        write: Callable[[str], None],
-        step_line: formatting.StepLine = formatting.plain_step,
-        every: int = 1,
-        release: Callable[[], None] | None = None,
-        details: DetailLines = no_details,
-    ) -> None:
+        self, write: Callable[[str], None], step_line: formatting.StepLine = formatting.plain_step, every: int = 1,
+        release: Callable[[], None] | None = None, details: DetailLines = no_details,
+    ) -> None:  # fmt: skip
         self._write = write
         self._step_line = step_line
         self._details = details
@@ -98,11 +94,7 @@ class ProgressMonitor(LineMonitor):
     """
 
     def __init__(
-        self,
-        line: TerminalLine | NotebookLine,
-        state: LiveState,
-        details: DetailLines = no_details,
-        every: int = 1,
+        self, line: TerminalLine | NotebookLine, state: LiveState, details: DetailLines = no_details, every: int = 1
     ) -> None:
         super().__init__(line.print, every=every, details=details)
         self._line = line
@@ -180,13 +172,9 @@ def worker_log_monitor(
 
 
 def log_file_monitor(
-    path: Path,
-    every: int = 1,
-    details: DetailLines = no_details,
-    *,
-    step_line: formatting.StepLine = formatting.plain_step,
-    stamp: str = "%Y-%m-%d %H:%M:%S ",
-) -> LineMonitor:
+    path: Path, every: int = 1, details: DetailLines = no_details, *,
+    step_line: formatting.StepLine = formatting.plain_step, stamp: str = "%Y-%m-%d %H:%M:%S ",
+) -> LineMonitor:  # fmt: skip
     """Returns a monitor that appends lines to a file, each after the date and time in the format `stamp`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from trainer.monitors.metrics import DROP_RATE, EvalMetrics, RunInfo, RunSummary, StepMetrics
@@ -122,11 +123,7 @@ STEP_LINES: dict[str, StepLine] = {
 
 def _scientific(number: float) -> str:
     """Formats a number with float32's eight digits, without trailing zeros: ``5.0e-05``, ``2.5641026e-08``."""
-    mantissa, _, exponent = f"{number:.7e}".partition("e")
-    mantissa = mantissa.rstrip("0")
-    if mantissa.endswith("."):
-        return f"{mantissa}0e{exponent}"
-    return f"{mantissa}e{exponent}"
+    return re.sub(r"(?<=\.\d)(\d*?)0+e", r"\1e", f"{number:.7e}")
 
 
 def drop_rate_lines(layers: Sequence[int]) -> Callable[[StepMetrics], list[str]]:

@@ -37,10 +37,7 @@ class JsonlMonitor(Monitor):
         """Opens the file: a resumed run continues it, a new run renames an old one."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if info.start_step > 0:
-                cut_after(self._path, info.start_step)
-            else:
-                rename_old_metrics(self._path)
+            _continue_or_rename(self._path, info)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise write_failure(self._path, error, "metrics", "metrics file") from error
@@ -86,10 +83,7 @@ class SamplesMonitor(Monitor):
 
     def on_start(self, info: RunInfo) -> None:
         try:
-            if info.start_step > 0:
-                cut_after(self._path, info.start_step)
-            else:
-                rename_old_metrics(self._path)
+            _continue_or_rename(self._path, info)
         except OSError as error:
             raise write_failure(self._path, error, "samples", "samples file") from error
 
@@ -108,6 +102,13 @@ def read_metrics_records(path: Path) -> Iterator[MetricsRecord]:
     """Yields the records of a metrics file in order, without damaged or incomplete lines."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         yield from filter(None, map(parse_line, lines))
+
+
+def _continue_or_rename(path: Path, info: RunInfo) -> None:
+    if info.start_step > 0:
+        cut_after(path, info.start_step)
+    else:
+        rename_old_metrics(path)
 
 
 def cut_after(path: Path, step: int) -> None:

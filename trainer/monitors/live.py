@@ -81,6 +81,7 @@ class LiveState:
         self._clock = clock
         self._eta = Eta(clock)
         self._info: RunInfo | None = None
+        self._step = 0
         self._newest: StepMetrics | None = None
         self._activity = ("", 0, 0)
         self._activity_at = clock()
@@ -89,6 +90,7 @@ class LiveState:
     def start(self, info: RunInfo) -> None:
         """Shows the activity of the first step."""
         self._info = info
+        self._step = info.start_step
         self.set_activity("compiling" if info.compiles else "first step")
 
     def add(self, metrics: StepMetrics) -> None:
@@ -97,6 +99,7 @@ class LiveState:
         if self._newest is None:
             self.set_activity("")
         self._newest = metrics
+        self._step = metrics.step
 
     def set_activity(self, name: str, done: int = 0, total: int = 0) -> None:
         """Shows an activity, see `Monitor.on_activity`."""
@@ -119,10 +122,7 @@ class LiveState:
         metrics = self._newest
         info = self._info
         if info is not None:
-            step = info.start_step
-            if metrics is not None:
-                step = metrics.step
-            yield StatusField(_STEP, f"step {step:>{len(str(info.last_step))}}/{info.last_step}", "")
+            yield StatusField(_STEP, f"step {self._step:>{len(str(info.last_step))}}/{info.last_step}", "")
         name, done, total = self._activity
         if name:
             progress = ""
@@ -156,10 +156,7 @@ class LiveState:
 
         assert self._info is not None, "a line has a bar once the run has started"
         first = self._info.start_step
-        step = first
-        if self._newest is not None:
-            step = self._newest.step
-        return ProgressBar(max(1, self._info.last_step - first), step - first, columns, complete_style="cyan")
+        return ProgressBar(max(1, self._info.last_step - first), self._step - first, columns, complete_style="cyan")
 
     def fit_fields(self, columns: int) -> list[StatusField]:
         """Returns the fields that fit into this number of columns. A field of spaces stands for the bar."""
@@ -276,9 +273,9 @@ class NotebookLine:
 
     def stop(self) -> None:
         """Updates the line once more."""
-        if self._display is not None:
-            self._display.update(self._content(), raw=True)
-            self._display = None
+        self._drawn_at = 0.0
+        self.refresh()
+        self._display = None
 
     def _content(self) -> dict[str, str]:
         self._drawn_at = time.monotonic()
@@ -289,7 +286,4 @@ class NotebookLine:
 def in_notebook() -> bool:
     """Returns whether a Jupyter kernel runs this program."""
     ipython = sys.modules.get("IPython")
-    shell = None
-    if ipython is not None:
-        shell = ipython.get_ipython()
-    return getattr(shell, "kernel", None) is not None
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None

@@ -162,13 +162,9 @@ def step_record(metrics: StepMetrics) -> dict[str, object]:
 
 def eval_record(metrics: EvalMetrics) -> dict[str, object]:
     """Returns the fields of an evaluation in metrics.jsonl: ``step``, ``epoch``, and ``eval_...`` for the others."""
-    record: dict[str, object] = {}
-    for name, value in asdict(metrics).items():
-        if name in ("step", "epoch"):
-            record[name] = value
-        elif value is not None:
-            record[f"eval_{name}"] = value
-    return record
+    values = asdict(metrics)
+    record = {name: values.pop(name) for name in ("step", "epoch")}
+    return record | {f"eval_{name}": value for name, value in values.items() if value is not None}
 
 
 def routing_details(rates: RouterRates) -> dict[str, list[float]]:
@@ -202,7 +198,7 @@ class Totals(Monitor):
     """Collects the figures of the summary; stores 16 bytes a step."""
 
     def __init__(self) -> None:
-        self._info: RunInfo | None = None
+        self._info = RunInfo(Path(), 0, 0)
         self._started_at = time.perf_counter()
         self._rates = array("d")  # tokens per second of every step
         self._input_rates = array("d")
@@ -235,16 +231,11 @@ class Totals(Monitor):
 
     def summary(self, outcome: str, paths: Mapping[str, Path], save_wait_seconds: float = 0.0) -> RunSummary:
         """Returns the summary of the run so far."""
-        last_step = 0
-        total_steps = 0
-        if self._info:
-            last_step = self._info.start_step
-            total_steps = self._info.total_steps
         summary = RunSummary(
             outcome=outcome,
             steps=len(self._rates),
-            last_step=last_step,
-            total_steps=total_steps,
+            last_step=self._info.start_step,
+            total_steps=self._info.total_steps,
             tokens=self._tokens,
             seconds=time.perf_counter() - self._started_at,
             tokens_per_second=median_rate(self._rates) or 0.0,

@@ -14,16 +14,14 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainer.config import Config
 from trainer.config.read.dump import flatten, plain_values
 from trainer.monitors.files import write_text
 from trainer.monitors.metrics import Monitor, RunInfo
 from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.tracking import Tracker, TrackerMonitor
-
-if TYPE_CHECKING:
-    from trainer.config import Config
 
 _PROJECT = "run_trainer"
 _MLFLOW_MAX_PARAMETERS = 100  # in one request
@@ -112,8 +110,7 @@ class Mlflow(_Service):
             self.client.update_run(run_id, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        experiment = self.client.get_experiment_by_name(name)
-        if experiment:
+        if experiment := self.client.get_experiment_by_name(name):
             experiment_id = experiment.experiment_id
         else:
             experiment_id = self.client.create_experiment(name)

@@ -11,14 +11,12 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainer.config import Config
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, RunInfo, StepMetrics
 from trainer.monitors.tracking import Tracker, flat_numbers
 from trainer.monitors.training_state import MAX_LOGIT, TrainingStateRecords
-
-if TYPE_CHECKING:
-    from trainer.config import Config
 
 _LOSSES = {"aux_loss": "load-balancing-loss", "mtp_loss": "mtp-loss", "z_loss": "z-loss"}
 _LAYER_FIELDS = (DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, MAX_LOGIT)

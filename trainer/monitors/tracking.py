@@ -101,14 +101,14 @@ class TrackerMonitor(Monitor):
         """Lets the thread empty its queue, and waits at most `_END_SECONDS` for it."""
         if self._thread is None:
             return
-        if summary is not None and summary.save_wait_seconds:
-            self._put("wait", {"step": summary.last_step, "save_wait_seconds": summary.save_wait_seconds})
-        thread = self._thread
-        self._thread = None
-        deadline = time.monotonic() + _END_SECONDS
         outcome = "failed"
         if summary is not None:
             outcome = summary.outcome
+            if summary.save_wait_seconds:
+                self._put("wait", {"step": summary.last_step, "save_wait_seconds": summary.save_wait_seconds})
+        thread = self._thread
+        self._thread = None
+        deadline = time.monotonic() + _END_SECONDS
         while thread.is_alive():  # a full queue is emptied first
             try:
                 self._events.put(("close", outcome), timeout=0.1)
@@ -158,11 +158,7 @@ class TrackerMonitor(Monitor):
                     tracker.flush()
                     flushed = time.monotonic()
         except BaseException as error:  # some packages end a process by SystemExit
-            text = " ".join(str(error).split())
-            if text:
-                self._failure = f"{type(error).__name__}: {text}"
-            else:
-                self._failure = type(error).__name__
+            self._failure = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
 
 
 def flat_numbers(record: Mapping[str, object], layers: Sequence[int] = ()) -> dict[str, float]:
@@ -182,8 +178,5 @@ def flat_numbers(record: Mapping[str, object], layers: Sequence[int] = ()) -> di
             values |= {f"{name}/layer_{number}": item for number, item in zip(numbers, value, strict=True)}
         else:
             values[name] = value
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    }
+    known = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {name: float(value) for name, value in known.items() if math.isfinite(value)}

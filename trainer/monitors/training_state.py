@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trainer.config import Config
 from trainer.config.checks.qk_clip import logit_interval
 from trainer.config.patterns import read_pattern
 from trainer.models.spec.names import has_name
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics
 from trainer.monitors.tracking import flat_numbers
-
-if TYPE_CHECKING:
-    from trainer.config import Config
 
 LOCAL_NORM = "local_norm"
 MAX_LOGIT = "max_attention_logit"
@@ -99,8 +97,7 @@ class TrainingStateLog(Monitor):
         self._state.on_start(info)
 
     def on_step(self, metrics: StepMetrics) -> None:
-        values = self._state.values(metrics, "log")
-        if values:
+        if values := self._state.values(metrics, "log"):
             place = (f"Epoch:[{metrics.epoch:>3}/{metrics.epochs:>3}], "
                      f"step:[{metrics.step_in_epoch:>5}/{metrics.steps_per_epoch:>5}]")  # fmt: skip
             for tag, value in values.items():

@@ -19,7 +19,7 @@ from trainer.config.checks.parallel import parallel_degrees
 from trainer.device.threads import silent
 from trainer.monitors.files import write_text
 from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, profile_table
-from trainer.profiling.regions import Event, Patches, RegionTimer
+from trainer.profiling.regions import Event, Patches, RegionKey, RegionTimer
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -71,14 +71,9 @@ class StepProfiler:
     """
 
     def __init__(
-        self,
-        section: ProfileMonitor,
-        folder: Path,
-        device: str,
-        has_native_layers: bool,
-        tell: Callable[[str], None],
+        self, section: ProfileMonitor, folder: Path, device: str, has_native_layers: bool, tell: Callable[[str], None],
         layout: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._section = section
         self._folder = folder
         self._device = device
@@ -104,10 +99,16 @@ class StepProfiler:
             if self._patches is not None:
                 stack.enter_context(self._patches.applied())
                 began = self._regions.clock()
-                stack.callback(lambda: self._events.append(_step_event(number, began, self._regions.clock())))
+                key = RegionKey(f"step {number}")
+                stack.callback(lambda: self._events.append(
+                    Event(key, threading.get_ident(), began, self._regions.clock() - began)
+                ))  # fmt: skip
                 stack.enter_context(self._regions.region(NOT_EXPLAINED))
             if section.mstx and self._device != "CPU":
-                stack.callback(_end_range, _begin_range(f"step {number}"))
+                import mindspore
+
+                mstx = mindspore.profiler.mstx
+                stack.callback(mstx.range_end, mstx.range_start(f"step {number}", mindspore.runtime.current_stream()))
             yield
         self._of_mindspore.step()
         self._steps.append(number)
@@ -147,8 +148,7 @@ class StepProfiler:
                 self._of_mindspore.add_metadata_json("distributed_args", json.dumps(self._layout))
         if self._device == "CPU":
             of_devices = ("profiler_level", "profile_communication", "profile_memory", "with_stack", "mstx")
-            ignored = [name for name in of_devices if getattr(self._section, name)]
-            if ignored:
+            if ignored := [name for name in of_devices if getattr(self._section, name)]:
                 self._tell(f"profile: {', '.join(ignored)}: no effect with MindSpore's profiler on a CPU")
         if self._has_native_layers:
             self._tell(f"profile: MindSpore's profiler does not record native CPU layers; see {TABLE_FILE} and"
@@ -189,24 +189,6 @@ def _open_profiler(section: ProfileMonitor, folder: Path, device: str) -> Any:
         start_profile=False, on_trace_ready=ready, experimental_config=detail,
         profile_memory=section.profile_memory, with_stack=section.with_stack,
     )  # fmt: skip
-
-
-def _begin_range(name: str) -> Any:
-    import mindspore
-
-    return mindspore.profiler.mstx.range_start(name, mindspore.runtime.current_stream())
-
-
-def _end_range(number: Any) -> None:
-    import mindspore
-
-    mindspore.profiler.mstx.range_end(number)
-
-
-def _step_event(number: int, began: float, ended: float) -> Event:
-    from trainer.profiling.regions import RegionKey
-
-    return Event(RegionKey(f"step {number}"), threading.get_ident(), began, ended - began)
 
 
 def chrome_trace(events: Iterable[Event], name: str) -> list[dict[str, Any]]:
