@@ -31,6 +31,7 @@ Gradients: TypeAlias = "dict[str, Tensor]"
 """Gradients of the trained weights of a sublayer, by their names in it."""
 
 ROWS = 256  # of a tile: products of fewer are slower
+_MIN_GRADIENT_ROWS = 64  # rows of a matrix's gradient that a thread takes at once
 _ALIGNED = 16  # float32 numbers in a cache line
 _SMALL = 1 << 12  # numbers that NumPy allocates faster than a block finds space for them
 _SHARED_WORK = 1 << 22  # multiplications from which threads share the product of a tile
@@ -282,7 +283,7 @@ class WeightGradients:
             self.tensors[name], array = empty(grad_NO.shape[1], x_NI.shape[1])
             # Large equal blocks, an even number of them: without AVX-512 blocks of 64 rows take a fifth longer.
             blocks = 2 * -(-len(array) // (2 * ROWS))
-            size = -(-len(array) // (blocks * _ALIGNED)) * _ALIGNED
+            size = max(_MIN_GRADIENT_ROWS, -(-len(array) // (blocks * _ALIGNED)) * _ALIGNED)
             self.products += [(grad_NO[:, rows], x_NI, array[rows]) for rows in row_blocks(slice(0, len(array)), size)]
 
     def add_bias(self, name: str, grad_NO: np.ndarray) -> None:
