@@ -71,15 +71,22 @@ class GoldenDecoder(NamedTuple):
             right = case.gradients[PREFIX + each]
             assert distance(gradient.asnumpy() / case.valid_tokens, right) < limits.gradients, each
 
-    def check_generation(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Checks that each generated token is the likeliest one of the full sequence, computed without a cache."""
-        prompt = self.case.input_ids[0, :prompt_tokens].tolist()
-        generator = Generator(self.model, self.build_inputs, ())
-        tokens = [step[0] for step in generator.stream([prompt], [new_tokens], Sampling())]
+    def check_generation(self, *prompt_tokens: int, new_tokens: int) -> None:
+        """Checks the generation of the beginnings of rows, so many tokens of each."""
+        prompts = [self.case.input_ids[row, :tokens].tolist() for row, tokens in enumerate(prompt_tokens)]
+        check_generation(self.model, self.build_inputs, prompts, new_tokens)
+
+
+def check_generation(model: Decoder, build_inputs: InputBuilder, prompts: list[list[int]], new_tokens: int) -> None:
+    """Checks that each generated token is the likeliest one of the full sequence, computed without a cache."""
+    generator = Generator(model, build_inputs, ())
+    steps = list(generator.stream(prompts, [new_tokens] * len(prompts), Sampling()))
+    for row, prompt in enumerate(prompts):
+        tokens = [step[row] for step in steps]
         ids = np.array([prompt + tokens], np.int32)
         positions = np.arange(ids.size, dtype=np.int32)[None]
-        row = self.build_inputs(Batch(ids, np.full_like(ids, IGNORE_INDEX), positions, np.zeros_like(ids)))
-        likeliest = self.model.logits(row).asnumpy().argmax(-1)
+        whole = build_inputs(Batch(ids, np.full_like(ids, IGNORE_INDEX), positions, np.zeros_like(ids)))
+        likeliest = model.logits(whole).asnumpy().argmax(-1)
         assert likeliest[len(prompt) - 1 : -1].tolist() == tokens
 
 

@@ -52,4 +52,4 @@ def test_logits_loss_and_gradients_equal_hugging_face(name: str, mode: int) -> N
 @pytest.mark.parametrize("name", ["model_glm4", "model_mistral", "model_qwen3_window"])
 def test_generation_goes_the_same_way_as_the_whole_row(name: str) -> None:
     """With a cache: neighbours rotated, norms after the sublayers; a prompt that is longer than the window."""
-    build(name).check_generation(prompt_tokens=9, new_tokens=5)
+    build(name).check_generation(9, new_tokens=5)

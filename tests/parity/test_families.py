@@ -33,4 +33,4 @@ def test_documents_adapters_and_generation(name: str, tmp_path: Path) -> None:
     model = FamilyModel(name, tmp_path)
     model.check_documents()
     model.check_adapters()
-    model.decoder().check_generation(prompt_tokens=9, new_tokens=5)
+    model.decoder().check_generation(9, new_tokens=5)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import mindspore
 import numpy as np
 import pytest
+from golden_decoder import check_generation
 from numpy_kernels import attention, distance, linear, rms_norm, rotary, swiglu
 from tiny_trainer import TOKENS, TinyTrainer, make_batch
 from tolerances import decoder_limits
 
-from trainer.data import IGNORE_INDEX, Batch
-from trainer.models.generate import Generator, Sampling
+from trainer.data import Batch
 from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.rotary import rotary_angles
 
@@ -94,11 +94,4 @@ def test_gradients_of_native_layers_are_those_of_operators(name: str) -> None:
 @pytest.mark.parametrize("name", ["every second", "none", "scale"])
 def test_generation_goes_the_same_way_as_the_whole_row(name: str, engine: dict[str, bool]) -> None:
     trainer = TinyTrainer(**engine, **MODELS[name])
-    prompt = [3, 1, 4, 1, 5]
-    generator = Generator(trainer.model, trainer.build_inputs, ())
-    tokens = [step[0] for step in generator.stream([prompt], [5], Sampling())]
-    ids = np.array([prompt + tokens], np.int32)
-    positions = np.arange(ids.size, dtype=np.int32)[None]
-    row = trainer.build_inputs(Batch(ids, np.full_like(ids, IGNORE_INDEX), positions, np.zeros_like(ids)))
-    likeliest = trainer.model.logits(row).asnumpy().argmax(-1)
-    assert likeliest[len(prompt) - 1 : -1].tolist() == tokens
+    check_generation(trainer.model, trainer.build_inputs, [[3, 1, 4, 1, 5]], new_tokens=5)

@@ -32,7 +32,7 @@ def test_logits_loss_and_gradients_equal_the_published_equations(name: str, mode
 
 @pytest.mark.parametrize("name", model_case_names("other"))
 def test_generation_goes_the_same_way_as_the_whole_row(name: str) -> None:
-    build(name).check_generation(prompt_tokens=7, new_tokens=4)
+    build(name).check_generation(7, new_tokens=4)
 
 
 def test_tokens_that_an_expert_drops_have_none_of_its_bias() -> None:
