@@ -23,8 +23,10 @@ from numpy_kernels import distance
 from tolerances import rounding_limit
 
 from trainer.arrays.attention import positions
+from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.dropout import DropoutSite, LayerDropout
-from trainer.arrays.tiles import SublayerCall
+from trainer.arrays.mlp import CpuMlp
+from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.build import dropout_sites, model_spec
@@ -37,7 +39,7 @@ from trainer.models.spec.names import (
     adapter_names,
     sublayer_of,
 )
-from trainer.models.spec.saved import SavedArray
+from trainer.models.spec.saved import attention_saved, mlp_saved
 from trainer.ops.dropout import DropoutKey, dropout_mask
 
 HIDDEN, HEADS, SIZE, WIDTH, VOCABULARY = 6, 4, 4, 9, 11
@@ -123,6 +125,39 @@ class Case:
         """Returns a pass of a sublayer, a backward pass of all weights where they are not named."""
         names = self.weights if trained is None else trained
         return SublayerCall(self.weights, dropout=self.dropout, trained=names, **options)
+
+    def sublayer(
+        self, scratch: Scratch | None = None, layer: LayerSpec | None = None, tensor: Any = None
+    ) -> Sublayer:
+        """Returns what computes it; `layer` is the part of a tensor-parallel rank."""
+        layer, scratch = layer or self.layer, scratch or Scratch()
+        if self.sequences is None:
+            return Sublayer(CpuMlp(layer.mlp, scratch, tensor), ())
+        return Sublayer(CpuAttention(layer.attention, scratch, tensor), (self.sequences.positions,))
+
+
+class Sublayer(NamedTuple):
+    """Attention or a feed-forward layer, called alike: attention also takes where the tokens stand."""
+
+    part: CpuAttention | CpuMlp
+    place: tuple[positions.TokenPositions, ...]
+
+    def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Tensor:
+        return self.part.forward(call, x_ND, *self.place)
+
+    def backward(self, call: SublayerCall, x_ND: np.ndarray, upstream_ND: np.ndarray) -> tuple[Tensor, dict]:
+        return self.part.backward(call, x_ND, *self.place, upstream_ND)
+
+    def check_saved(
+        self, saved: Arrays, tokens: int, stream: int, dtype: type = np.float32, **ranks: bool
+    ) -> None:
+        """Checks that a forward pass keeps what the description lists: names, shapes and dtypes."""
+        rows = dict.fromkeys(("tokens", "queries", "keys"), tokens) | {"stream": stream}
+        listed = (attention_saved if self.place else mlp_saved)(self.part.spec, **ranks)
+        expected = {
+            one.name: ((rows[one.rows], one.width), np.dtype(dtype if one.narrow else np.float32)) for one in listed
+        }
+        assert {name: (array.shape, array.dtype) for name, array in saved.items()} == expected
 
 
 class Sequences(NamedTuple):
@@ -390,14 +425,6 @@ MLPS: dict[str, dict] = {
 @functools.cache
 def mlp_of(name: str, tokens: int, width: int = WIDTH) -> Case:
     return mlp_case(tokens, seed=list(MLPS).index(name), intermediate_size=width, **MLPS[name])
-
-
-def check_saved(saved: Arrays, listed: Iterable[SavedArray], rows: Mapping[str, int], dtype: type) -> None:
-    """Checks that a forward pass keeps what the description lists: names, shapes and dtypes."""
-    expected = {
-        one.name: ((rows[one.rows], one.width), np.dtype(dtype if one.narrow else np.float32)) for one in listed
-    }
-    assert {name: (array.shape, array.dtype) for name, array in saved.items()} == expected
 
 
 def trained_subsets(names: Collection[str]) -> list[list[str]]:

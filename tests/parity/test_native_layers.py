@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import mindspore
 import numpy as np
@@ -27,7 +27,6 @@ from native_layers import (
     Case,
     adapters,
     attention_of,
-    check_saved,
     mlp_formula,
     mlp_of,
     normal,
@@ -52,44 +51,31 @@ from trainer.device.threads import HostThreads
 from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.model import AdapterSpec, MlpSpec, NormSpec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN
-from trainer.models.spec.saved import attention_saved, mlp_saved
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-def check_attention(case: Case) -> None:
-    spec, place, given = case.layer.attention, case.sequences.positions, case.x_ND.copy()
-    sublayer = CpuAttention(spec, Scratch())
-    call = case.call()
-    result = sublayer.forward(call, case.x_ND, place).asnumpy()
+def of_sublayers(attention: Iterable[str], mlp: Iterable[tuple[str, int]]) -> pytest.MarkDecorator:
+    """Parametrizes a test by cases of attention, and of feed-forward layers with so many tokens."""
+    cases = {f"attention, {name}": functools.partial(attention_of, name) for name in attention}
+    cases |= {f"mlp, {name}, {tokens}": functools.partial(mlp_of, name, tokens) for name, tokens in mlp}
+    return pytest.mark.parametrize("make", cases.values(), ids=cases)
+
+
+ALL_MLPS = [(name, 10) for name in MLPS]
+
+
+@of_sublayers(ATTENTION, [("plain", 1), ("biases", 4), *ALL_MLPS])
+def test_a_sublayer(make: Callable[[], Case], implementation: str) -> None:
+    case = make()
+    given, sublayer, call = case.x_ND.copy(), case.sublayer(), case.call()
+    result = sublayer.forward(call, case.x_ND).asnumpy()
     case.check_result(result)
-    rows = dict.fromkeys(("stream", "tokens", "queries", "keys"), len(given))
-    check_saved(call.saved, attention_saved(spec), rows, np.float32)
+    sublayer.check_saved(call.saved, len(given), len(given))
     once = case.call(save=False)
-    np.testing.assert_array_equal(sublayer.forward(once, case.x_ND, place).asnumpy(), result)
+    np.testing.assert_array_equal(sublayer.forward(once, case.x_ND).asnumpy(), result)
     assert not once.saved
-    grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, place, case.upstream_ND)
-    case.check_gradients({"x": grad} | found)
-    np.testing.assert_array_equal(case.x_ND, given)
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention(name: str, implementation: str) -> None:
-    check_attention(attention_of(name))
-
-
-@pytest.mark.parametrize(("name", "tokens"), [("plain", 1), ("biases", 4), *((name, 10) for name in MLPS)])
-def test_feed_forward_layer(name: str, tokens: int, implementation: str) -> None:
-    case = mlp_of(name, tokens)
-    spec, given = case.layer.mlp, case.x_ND.copy()
-    mlp, call = CpuMlp(spec, Scratch()), case.call()
-    result = mlp.forward(call, case.x_ND).asnumpy()
-    case.check_result(result)
-    check_saved(call.saved, mlp_saved(spec), {"stream": tokens, "tokens": tokens}, np.float32)
-    once = case.call(save=False)
-    np.testing.assert_array_equal(mlp.forward(once, case.x_ND).asnumpy(), result)
-    assert not once.saved
-    grad, found = mlp.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
+    grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
     case.check_gradients({"x": grad} | found)
     np.testing.assert_array_equal(case.x_ND, given)
 
@@ -109,52 +95,33 @@ def test_shared_experts_have_neither_norm_nor_residual(implementation: str) -> N
     case.check_gradients({"x": grad} | found)
 
 
-@pytest.mark.parametrize("kept", ["attention", "mlp"])
-@pytest.mark.parametrize("of", ["plain", "norm after it", "adapters with dropout", "everything"])
-def test_a_recomputed_forward_pass_keeps_the_same_without_its_result(kept: str, of: str) -> None:
+RECOMPUTED = ("plain", "norm after it", "adapters with dropout", "everything")
+
+
+@of_sublayers(RECOMPUTED, [(name, 10) for name in RECOMPUTED])
+def test_a_recomputed_forward_pass_keeps_the_same_without_its_result(make: Callable[[], Case]) -> None:
     """The last product has no use then, unless the norm after it has."""
-    saved = []
+    case, saved = make(), []
     for computes in (True, False):
-        if kept == "attention":
-            case = attention_of(of)
-            call = case.call(compute_output=computes)
-            CpuAttention(case.layer.attention, Scratch()).forward(call, case.x_ND, case.sequences.positions)
-        else:
-            case = mlp_of(of, 10)
-            call = case.call(compute_output=computes)
-            CpuMlp(case.layer.mlp, Scratch()).forward(call, case.x_ND)
+        call = case.call(compute_output=computes)
+        case.sublayer().forward(call, case.x_ND)
         saved.append(call.saved)
     assert_same_bits(*saved)
 
 
-@pytest.mark.parametrize("name", ["head norms, window", "everything", "latent, adapters", "latent, everything"])
-def test_only_trained_weights_of_attention_have_gradients(name: str) -> None:
-    case = attention_of(name)
-    sublayer, place = CpuAttention(case.layer.attention, Scratch()), case.sequences.positions
+@of_sublayers(
+    ["head norms, window", "everything", "latent, adapters", "latent, everything"], [("biases", 10), ("everything", 10)]
+)
+def test_only_trained_weights_have_gradients(make: Callable[[], Case]) -> None:
+    """Each weight alone has the gradient that it has among all, and x always has its gradient."""
+    case = make()
+    sublayer = case.sublayer()
 
     def gradients(trained: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
         call = case.call()
-        sublayer.forward(call, case.x_ND, place)
-        return sublayer.backward(case.call(trained, saved=call.saved), case.x_ND, place, case.upstream_ND)
+        sublayer.forward(call, case.x_ND)
+        return sublayer.backward(case.call(trained, saved=call.saved), case.x_ND, case.upstream_ND)
 
-    check_trained(case, gradients)
-
-
-@pytest.mark.parametrize("name", ["biases", "everything"])
-def test_only_trained_weights_of_a_feed_forward_layer_have_gradients(name: str) -> None:
-    case = mlp_of(name, 10)
-    mlp = CpuMlp(case.layer.mlp, Scratch())
-
-    def gradients(trained: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        call = case.call()
-        mlp.forward(call, case.x_ND)
-        return mlp.backward(case.call(trained, saved=call.saved), case.x_ND, case.upstream_ND)
-
-    check_trained(case, gradients)
-
-
-def check_trained(case: Case, gradients: Any) -> None:
-    """Checks that each weight alone has the gradient that it has among all, and that x always has its gradient."""
     whole_grad, whole = gradients(list(case.weights))
     for names in trained_subsets(case.weights):
         grad, found = gradients(names)
@@ -433,20 +400,15 @@ def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     pool, scratch = HostThreads(threads), Scratch()
     for module in (attention, experts, head, memory, tiles):
         monkeypatch.setattr(module, "host_threads", lambda: pool)
-    for name in ("head norms, window", "everything", "latent", "latent, everything"):
-        case = attention_of(name)
-        sublayer, place, call = CpuAttention(case.layer.attention, scratch), case.sequences.positions, case.call()
-        yield f"attention, {name}", sublayer.forward(call, case.x_ND, place)
-        grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, place, case.upstream_ND)
-        yield f"of attention, {name}", grad
-        yield from ((f"attention, {name}: {weight}", one) for weight, one in found.items())
-    for name in MLPS:
-        case = mlp_of(name, 10)
-        mlp, call = CpuMlp(case.layer.mlp, scratch), case.call()
-        yield f"mlp, {name}", mlp.forward(call, case.x_ND)
-        grad, found = mlp.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
-        yield f"of mlp, {name}", grad
-        yield from ((f"mlp, {name}: {weight}", one) for weight, one in found.items())
+    names = ("head norms, window", "everything", "latent", "latent, everything")
+    cases = {f"attention, {name}": attention_of(name) for name in names}
+    cases |= {f"mlp, {name}": mlp_of(name, 10) for name in MLPS}
+    for name, case in cases.items():
+        sublayer, call = case.sublayer(scratch), case.call()
+        yield name, sublayer.forward(call, case.x_ND)
+        grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
+        yield f"of {name}", grad
+        yield from ((f"{name}: {weight}", one) for weight, one in found.items())
     for maps in (False, True):
         own = head_case(10, 6, maps)
         found = own.run(tuple(own.weights))
@@ -494,10 +456,10 @@ MODELS: dict[str, dict] = {
     "latent": {**LATENT, **adapters(0.3, ".*_proj.*"), **DROPOUT},
     "experts, further predictions": {"moe_config": EXPERTS, "mtp_depth": 1, **DROPOUT},
 }
-RECOMPUTED = [{"recompute": True}, {"select_recompute": ["mlp"]}, {"select_recompute": ["attention"]}]
+COMPUTED_AGAIN = [{"recompute": True}, {"select_recompute": ["mlp"]}, {"select_recompute": ["attention"]}]
 
 
-CASES = [*((name, one) for name in MODELS for one in RECOMPUTED), ("windows", {"recompute": [0, 2]})]
+CASES = [*((name, one) for name in MODELS for one in COMPUTED_AGAIN), ("windows", {"recompute": [0, 2]})]
 
 
 @pytest.mark.parametrize(("model", "recomputed"), CASES, ids=str)

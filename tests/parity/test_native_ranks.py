@@ -6,7 +6,7 @@ stream. Together their results and gradients are those of one rank with everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,13 +15,11 @@ import numpy as np
 import numpy_kernels
 import pytest
 from mindspore import Tensor
-from native_layers import HIDDEN, KEY, VOCABULARY, Case, attention_of, check_saved, mlp_of, normal
+from native_layers import HIDDEN, KEY, VOCABULARY, Case, attention_of, mlp_of, normal
 from thread_ranks import on_groups
 from tolerances import SAME_ROUNDINGS, U_BFLOAT16, U_FLOAT16
 
-from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.memory import narrow_weight
-from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.arrays.vocabulary.embedding import CpuEmbedding
@@ -30,7 +28,6 @@ from trainer.models.dropout import DropoutShards
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import NormSpec
 from trainer.models.spec.names import EMBEDDING
-from trainer.models.spec.saved import attention_saved, mlp_saved
 from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.layout import ModelLayout, ParameterLayout, model_layout
 from trainer.parallel.mesh import Degrees, MeshCoordinate
@@ -39,7 +36,6 @@ from trainer.parallel.tensor import RankModelShard, TensorParallel
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 RANKS = 2
-KINDS = ("stream", "tokens", "queries", "keys")  # of rows of what is kept
 LAYER = "model.layers.0."
 ROWS = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "own rows"])
 
@@ -69,21 +65,18 @@ def joined(layout: ModelLayout, name: str, parts: list[np.ndarray]) -> np.ndarra
     return np.concatenate(parts, one.dimension) if one.shards > 1 else parts[0]
 
 
-def run_ranks(case: Case, sequence_parallel: bool, run: Callable, dtype: type = np.float32) -> list[RankResult]:
-    """Runs the forward and backward pass of a sublayer on each rank; `run` takes the test's (layer, tensor, call of
-    a pass with options, x_ND, gradient) and returns result, gradient of x and gradients of the weights."""
+def on_two_ranks(case: Case, sequence_parallel: bool, dtype: type = np.float32) -> list[RankResult]:
+    """Runs the forward and backward pass of a sublayer on each rank."""
     layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=sequence_parallel)
 
     def work(group: CpuGroup) -> RankResult:
         tensor = TensorParallel(group, sequence_parallel)
         [layer] = model_spec(case.settings).local(RANKS, group.rank).layers
         shard = RankModelShard(layout, where(group.rank), tensor)
-        shards = {name: np.ascontiguousarray(layout.shard(LAYER + name, shard.where).of(array))
-                  for name, array in case.weights.items()}  # fmt: skip
-        weights = {
-            name: narrow_weight(array, dtype) if dtype != np.float32 and array.ndim == 2 else array
-            for name, array in shards.items()
-        }
+        weights = {name: np.ascontiguousarray(layout.shard(LAYER + name, shard.where).of(array))
+                   for name, array in case.weights.items()}  # fmt: skip
+        if dtype != np.float32:
+            weights = narrowed(weights, dtype)
         inputs = SimpleNamespace(ids_N=np.zeros(len(case.x_ND)), rows=None)
         dropout = DropoutShards(case.settings, shard).layer_dropout(layer, 0, KEY, inputs)
 
@@ -91,12 +84,18 @@ def run_ranks(case: Case, sequence_parallel: bool, run: Callable, dtype: type = 
             return SublayerCall(weights, dropout=dropout, trained=weights, **options)
 
         rows = tensor.residual_shard(len(case.x_ND))
-        result, grad, found = run(layer, tensor, call, case.x_ND[rows], case.upstream_ND[rows])
-        return RankResult(
-            result.asnumpy().copy(), grad.asnumpy().copy(), {name: one.asnumpy().copy() for name, one in found.items()}
-        )
+        x_ND, sublayer, forward = case.x_ND[rows], case.sublayer(Scratch(), layer, tensor), call()
+        result = sublayer.forward(forward, x_ND)
+        sublayer.check_saved(forward.saved, len(case.x_ND), len(x_ND), dtype, sequence_parallel=sequence_parallel)
+        np.testing.assert_array_equal(sublayer.forward(call(save=False), x_ND).asnumpy(), result.asnumpy())
+        grad, found = sublayer.backward(call(saved=forward.saved), x_ND, case.upstream_ND[rows])
+        return RankResult(result.asnumpy().copy(), grad.asnumpy().copy(), arrays_of(found))
 
     return on_groups(RANKS, work)
+
+
+def narrowed(weights: Mapping[str, np.ndarray], dtype: type) -> dict[str, np.ndarray]:
+    return {name: narrow_weight(array, dtype) if array.ndim == 2 else array for name, array in weights.items()}
 
 
 def together(case: Case, sequence_parallel: bool, found: list[RankResult]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -113,58 +112,26 @@ def together(case: Case, sequence_parallel: bool, found: list[RankResult]) -> tu
     return np.concatenate(results[pieces]), {"x": np.concatenate(grads[pieces])} | gradients
 
 
-def attention_on_ranks(case: Case, sequence_parallel: bool, dtype: type = np.float32) -> list[RankResult]:
-    def run(layer, tensor, call, x_ND, grad_ND):  # noqa: ANN001, ANN202
-        sublayer, place = CpuAttention(layer.attention, Scratch(), tensor), case.sequences.positions
-        forward = call()
-        result = sublayer.forward(forward, x_ND, place)
-        rows = {**dict.fromkeys(KINDS, len(case.x_ND)), "stream": len(x_ND)}
-        check_saved(forward.saved, attention_saved(layer.attention, sequence_parallel=sequence_parallel), rows, dtype)
-        np.testing.assert_array_equal(sublayer.forward(call(save=False), x_ND, place).asnumpy(), result.asnumpy())
-        return result, *sublayer.backward(call(saved=forward.saved), x_ND, place, grad_ND)
-
-    return run_ranks(case, sequence_parallel, run, dtype)
-
-
-def mlp_on_ranks(case: Case, sequence_parallel: bool, dtype: type = np.float32) -> list[RankResult]:
-    def run(layer, tensor, call, x_ND, grad_ND):  # noqa: ANN001, ANN202
-        mlp, forward = CpuMlp(layer.mlp, Scratch(), tensor), call()
-        result = mlp.forward(forward, x_ND)
-        rows = {"stream": len(x_ND), "tokens": len(case.x_ND)}
-        check_saved(forward.saved, mlp_saved(layer.mlp, sequence_parallel=sequence_parallel), rows, dtype)
-        np.testing.assert_array_equal(mlp.forward(call(save=False), x_ND).asnumpy(), result.asnumpy())
-        return result, *mlp.backward(call(saved=forward.saved), x_ND, grad_ND)
-
-    return run_ranks(case, sequence_parallel, run, dtype)
-
-
-SHARED = [
+HEADS = [
     "plain", "one group, interleaved", "partial, biases", "head norms, window", "everything", "latent",
     "latent, adapters", "latent, everything", "latent, no norms, a scale",
 ]  # fmt: skip
+COLUMNS = ["mlp", "mlp, norm after it", "mlp, everything"]
+
+
+def case_of(name: str) -> Case:
+    """Returns a case of attention, or of a feed-forward layer whose columns two ranks can share."""
+    kind, _, of = name.partition(", ")
+    return mlp_of(of or "plain", 10, width=8) if kind == "mlp" else attention_of(name)
 
 
 @ROWS
-@pytest.mark.parametrize("name", SHARED)
-def test_heads_of_two_ranks(name: str, sequence_parallel: bool) -> None:
-    case = attention_of(name)
-    result, gradients = together(case, sequence_parallel, attention_on_ranks(case, sequence_parallel))
+@pytest.mark.parametrize("name", HEADS + COLUMNS)
+def test_heads_and_columns_of_two_ranks(name: str, sequence_parallel: bool) -> None:
+    case = case_of(name)
+    result, gradients = together(case, sequence_parallel, on_two_ranks(case, sequence_parallel))
     case.check_result(result)
     case.check_gradients(gradients)
-
-
-@ROWS
-@pytest.mark.parametrize("name", ["plain", "norm after it", "everything"])
-def test_columns_of_two_ranks(name: str, sequence_parallel: bool) -> None:
-    case = even_columns(name)
-    result, gradients = together(case, sequence_parallel, mlp_on_ranks(case, sequence_parallel))
-    case.check_result(result)
-    case.check_gradients(gradients)
-
-
-def even_columns(name: str) -> Case:
-    """Shards the columns of a feed-forward layer over two ranks."""
-    return mlp_of(name, 10, width=8)
 
 
 @ROWS
@@ -173,10 +140,9 @@ def even_columns(name: str) -> Case:
 def test_half_precision_on_two_ranks_rounds_as_on_one(name: str, dtype: type, sequence_parallel: bool) -> None:
     """A rank's heads or columns take the same rounded numbers; only sums of them are added up in another order.
     Adapters are not among the cases: where ranks share the inputs of A, each rounds its part of what B takes."""
-    case = even_columns("plain") if name == "mlp" else attention_of(name)
-    run, alone = (mlp_on_ranks, mlp_alone) if name == "mlp" else (attention_on_ranks, attention_alone)
-    result, gradients = together(case, sequence_parallel, run(case, sequence_parallel, dtype))
-    right, right_gradients = alone(case, dtype)
+    case = case_of(name)
+    result, gradients = together(case, sequence_parallel, on_two_ranks(case, sequence_parallel, dtype))
+    right, right_gradients = on_one_rank(case, dtype)
     same = SAME_ROUNDINGS * (1 if dtype == BFLOAT16 else U_FLOAT16 / U_BFLOAT16)
     assert rms(result, right) < same
     for weight, gradient in right_gradients.items():
@@ -188,28 +154,12 @@ def rms(ours: np.ndarray, right: np.ndarray) -> float:
     return float(np.sqrt(np.mean((ours - right) ** 2) / np.mean(right**2)))
 
 
-def narrowed(case: Case, dtype: type) -> Case:
-    weights = {
-        name: narrow_weight(array, dtype) if array.ndim == 2 else array for name, array in case.weights.items()
-    }
-    return replace(case, weights=weights)
-
-
-def attention_alone(case: Case, dtype: type) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    case, place = narrowed(case, dtype), case.sequences.positions
-    sublayer, call = CpuAttention(case.layer.attention, Scratch()), case.call()
-    result = sublayer.forward(call, case.x_ND, place).asnumpy().copy()
-    check_saved(call.saved, attention_saved(case.layer.attention), dict.fromkeys(KINDS, len(result)), dtype)
-    grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, place, case.upstream_ND)
-    return result, arrays_of({"x": grad} | found)
-
-
-def mlp_alone(case: Case, dtype: type) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    case = narrowed(case, dtype)
-    mlp, call = CpuMlp(case.layer.mlp, Scratch()), case.call()
-    result = mlp.forward(call, case.x_ND).asnumpy().copy()
-    check_saved(call.saved, mlp_saved(case.layer.mlp), dict.fromkeys(KINDS, len(result)), dtype)
-    grad, found = mlp.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
+def on_one_rank(case: Case, dtype: type) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    case = replace(case, weights=narrowed(case.weights, dtype))
+    sublayer, call = case.sublayer(), case.call()
+    result = sublayer.forward(call, case.x_ND).asnumpy().copy()
+    sublayer.check_saved(call.saved, len(result), len(result), dtype)
+    grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
     return result, arrays_of({"x": grad} | found)
 
 
