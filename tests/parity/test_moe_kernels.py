@@ -370,17 +370,6 @@ def test_an_expert_with_most_of_the_rows_is_cut(threads: int, monkeypatch: pytes
     )
 
 
-def test_the_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_experts, "_MOST_ROWS", 16)
-    arrays, scores = layer_arrays(300, 8, 32, 24), uneven_scores(300, 8)
-    routing = plain_moe.Route(RoutingRule(8, CHOSEN))(Tensor(scores), *DROPLESS)
-    found = []
-    for threads in (1, 2, 5):
-        monkeypatch.setattr(native_experts, "host_threads", lambda threads=threads: HostThreads(threads))
-        found.append([a.tobytes() for a in outputs_and_gradients(Native(), arrays, routing)])
-    assert found[0] == found[1] == found[2]
-
-
 @pytest.mark.parametrize("frozen", ["gate", "up", "down"])
 def test_native_layers_leave_out_the_gradients_of_frozen_experts(frozen: str, multiplications: list[int]) -> None:
     arrays, scores = layer_arrays(30, 4, 8, 12), uneven_scores(30, 4)

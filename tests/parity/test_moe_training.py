@@ -92,21 +92,8 @@ def test_losses_of_the_router_and_of_mtp_do_not_change_with_accumulation(
     for ours, right in zip(parts.gradients, whole.gradients, strict=True):
         assert distance(ours.asnumpy(), right.asnumpy()) < LIMITS.gradients
     assert (parts.routing.requested == whole.routing.requested).all()
-
-
-@pytest.mark.parametrize("name", ["tiny", "deepseek"])
-def test_native_layers_and_cells_make_one_training(
-    name: str, window: list[Batch], request: pytest.FixtureRequest
-) -> None:
-    native, cells = (
-        accumulate(window, trainer.step().backward) for trainer in (request.getfixturevalue(name), eager(name))
-    )
-    assert native.loss == pytest.approx(cells.loss, rel=LIMITS.loss)
-    assert native.others == pytest.approx(cells.others, rel=LIMITS.loss)
-    assert (native.routing.kept == cells.routing.kept).all()
-    assert native.routing.entropy == pytest.approx(cells.routing.entropy, rel=LIMITS.loss)
-    for ours, right in zip(native.gradients, cells.gradients, strict=True):
-        assert distance(ours.asnumpy(), right.asnumpy()) < LIMITS.gradients
+    assert (parts.routing.kept == whole.routing.kept).all()
+    assert parts.routing.entropy == pytest.approx(whole.routing.entropy, rel=LIMITS.loss)
 
 
 @NATIVE
