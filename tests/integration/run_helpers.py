@@ -189,6 +189,20 @@ def assert_same_run(output: Path, right: Path) -> None:
     assert_same_bits(arrays_of(output), arrays_of(right))
 
 
+def assert_resumes(
+    path: Path, whole: Path, stop_step: int, first: Mapping[str, object] | None = None, **flags: object
+) -> Path:
+    """Trains to `stop_step`, resumes, and compares with the run `whole`, which never stopped; returns the folder.
+
+    `first` are flags of the first part alone.
+    """
+    output = whole.with_name(f"{whole.name}-halves")
+    train(path, output_dir=output, **{**flags, **(first or {}), "runner_config__stop_step": stop_step})
+    train(path, output_dir=output, resume_training=True, **flags)
+    assert_same_run(output, whole)
+    return output
+
+
 def mark_again(checkpoint: Path, with_checksums: bool = True) -> None:
     """Writes the marker of a checkpoint whose files were changed: everything in it is right.
 

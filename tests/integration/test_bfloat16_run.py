@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_helpers import assert_same_run, column, step_records, train, train_and_read
+from run_helpers import assert_resumes, column, step_records, train, train_and_read
 from tolerances import U_BFLOAT16
 
 pytestmark = pytest.mark.slow
@@ -22,11 +22,8 @@ CHANGES = {
 }
 
 
-def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole: Path) -> None:
-    output = home / "halves"
-    train(path, output_dir=output, runner_config__stop_step=HALF)
-    train(path, output_dir=output, resume_training=True)
-    assert_same_run(output, whole)
+def test_stopped_and_resumed_equals_never_stopped(path: Path, whole: Path) -> None:
+    assert_resumes(path, whole, HALF)
 
 
 def test_losses_are_those_of_float32_but_for_rounding(home: Path, path: Path, whole: Path) -> None:

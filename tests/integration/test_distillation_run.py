@@ -8,18 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_helpers import (
-    arrays_of,
-    assert_same_bits,
-    assert_same_run,
-    column,
-    config_of,
-    eval_records,
-    figures,
-    step_records,
-    train,
-    write_config,
-)
+from run_helpers import assert_resumes, column, config_of, eval_records, step_records, train, write_config
 from safetensors.numpy import load_file, save_file
 from tolerances import RUN_LOSSES
 
@@ -70,11 +59,8 @@ def test_the_student_comes_nearer_to_its_teacher(whole: Path) -> None:
     assert f"kl {last['eval_kl']:.4g}" in log and f"kl {kl[-1]:.4f}" in log
 
 
-def test_a_stopped_run_continues_bit_for_bit(whole: Path, path: Path, home: Path) -> None:
-    output = home / "resumed"
-    train(path, output_dir=output, runner_config__stop_step=HALF)
-    train(path, output_dir=output, resume_training=True)
-    assert_same_run(output, whole)
+def test_a_stopped_run_continues_bit_for_bit(whole: Path, path: Path) -> None:
+    output = assert_resumes(path, whole, HALF)
     assert column(step_records(output), "kl") == column(step_records(whole), "kl")
 
 
@@ -139,11 +125,7 @@ def test_adapters_learn_from_a_teacher(path: Path, home: Path) -> None:
     tuned = train(path, output_dir=home / "adapters", **flags)
     kl = column(step_records(tuned), "kl")
     assert np.mean(kl[-3:]) < np.mean(kl[:3])
-    halves = home / "adapter-halves"
-    train(path, output_dir=halves, runner_config__stop_step=HALF, **flags)
-    train(path, output_dir=halves, resume_training=True, **flags)
-    assert figures(halves) == figures(tuned)
-    assert_same_bits(arrays_of(halves), arrays_of(tuned))
+    assert_resumes(path, tuned, HALF, **flags)
 
 
 def test_an_evaluation_reports_the_divergence(

@@ -15,9 +15,8 @@ import pytest
 import safetensors.numpy
 from numpy_kernels import distance
 from run_helpers import (
-    arrays_of,
+    assert_resumes,
     assert_same_bits,
-    assert_same_run,
     call,
     column,
     config_of,
@@ -138,10 +137,7 @@ def test_it_learns_and_the_note_about_random_weights_stays_away(whole: Path) -> 
 
 def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole: Path) -> None:
     """Resumes adapters from two folders, and compares every number with an uninterrupted run."""
-    output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF)
-    assert_same_bits(arrays_of(output), arrays_of(whole, HALF))
-    train(path, output_dir=output, resume_training=True)
-    assert_same_run(output, whole)
+    assert_resumes(path, whole, HALF)
     checkpoint = whole / "checkpoints" / f"step-{HALF:08d}"  # from elsewhere
     flags = {"resume_training": True, "adapter_id": checkpoint, "runner_config__stop_step": HALF + 1}
     other = train(path, output_dir=home / "elsewhere", **flags)
@@ -154,6 +150,17 @@ def predicted(file: Path, folder: Path, **more: object) -> str:
     return json.loads((folder / "predictions.jsonl").read_text())["text"]
 
 
+def merged_and_checked(path: Path, trained: Path, changed: dict[str, object]) -> tuple[Path, str]:
+    """Folds adapters in, and compares logits before and after; returns the file and what was printed."""
+    flags = [f"--{name.replace('__', '.')}={value}" for name, value in changed.items()]
+    file = trained.with_suffix(".safetensors")
+    output = exported("--config", path, "--adapter", trained, "--merge", "--check", "--output", file, *flags)
+    found = re.search(r"by at most (\S+), of (\S+) ", output)
+    assert float(found[1]) < decoder_limits(config_of(path).decoder, rows=4).loss * float(found[2])
+    return file, output
+
+
+PET = "model__model_config__pet_config__"
 TARGETS = CHANGES["model.model_config.pet_config"]["target_modules"]
 VARIANTS = {
     "dora": {"use_dora": True},
@@ -165,59 +172,43 @@ VARIANTS = {
 def test_a_variant_starts_from_the_base_model_resumes_and_is_merged(
     home: Path, path: Path, whole: Path, name: str
 ) -> None:
-    key = "model__model_config__pet_config__"
     limit = decoder_limits(config_of(path).decoder, rows=4).loss
-    changed: dict[str, object] = {f"{key}lora_dropout": 0, "optimizer__loraplus_lr_ratio": 1}
-    changed |= {f"{key}{each}": value for each, value in VARIANTS[name].items()}
+    changed: dict[str, object] = {f"{PET}lora_dropout": 0, "optimizer__loraplus_lr_ratio": 1}
+    changed |= {f"{PET}{each}": value for each, value in VARIANTS[name].items()}
     flags = changed | {"runner_config__stop_step": HALF}
     trained = train(path, output_dir=home / name, **flags)
-    plain = {f"{key}lora_dropout": 0, "runner_config__stop_step": 2}
+    plain = {f"{PET}lora_dropout": 0, "runner_config__stop_step": 2}
     usual = step_records(train(path, output_dir=home / f"{name}_usual", **plain))
     losses = column(step_records(trained), "loss")
     assert losses[0] == pytest.approx(usual[0]["loss"], rel=limit) and losses[-1] < losses[0]
-    halves = train(path, output_dir=home / f"{name}_halves", **flags | {"runner_config__stop_step": HALF // 2})
-    train(path, output_dir=halves, resume_training=True, **flags)
-    assert_same_run(halves, trained)
+    assert_resumes(path, trained, HALF // 2, **flags)
     loss = loss_of(path, home / f"{name}_eval", adapter_id=trained, **changed)
     assert loss == eval_records(trained)[-1]["eval_loss"]
-    texts = [f"--{name.replace('__', '.')}={value}" for name, value in changed.items()]
-    merged = home / f"{name}.safetensors"
-    output = exported("--config", path, "--adapter", trained, "--merge", "--check", "--output", merged, *texts)
+    merged, output = merged_and_checked(path, trained, changed)
     assert f"with the {4 + 2 * (name == 'vocabulary')} adapters" in output
-    found = re.search(r"by at most (\S+), of (\S+) ", output)
-    assert float(found[1]) < limit * float(found[2])
-
     with_adapters = predicted(path, home / f"{name}_predict", adapter_id=trained, **changed)
     assert with_adapters == predicted(dense(path, home / "plain"), home / f"{name}_dense", load_checkpoint=merged)
 
 
 def test_a_base_in_few_bytes_resumes_is_evaluated_predicts_and_is_merged(home: Path, path: Path) -> None:
-    key = "model__model_config__pet_config__"
     limit = decoder_limits(config_of(path).decoder, rows=4).loss
-    changed = {f"{key}base_dtype": "nf4", "context__mode": 0}
+    changed = {f"{PET}base_dtype": "nf4", "context__mode": 0}
     flags = changed | {"runner_config__stop_step": HALF, "sample_prompt": "the cat"}
     trained = train(path, output_dir=home / "nf4", **flags)
     losses = column(step_records(trained), "loss")
     assert losses[-1] < losses[0]
     files = {file.name for file in newest_complete(trained / "checkpoints").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
-    halves = train(path, output_dir=home / "nf4_halves", **flags | {"runner_config__stop_step": HALF // 2})
-    train(path, output_dir=halves, resume_training=True, **flags)
-    assert_same_run(halves, trained)
+    assert_resumes(path, trained, HALF // 2, **flags)
     loss = loss_of(path, home / "nf4_eval", adapter_id=trained, **changed)
     assert loss == eval_records(trained)[-1]["eval_loss"]
     # The adapters fit the base model in any dtype, which costs what the dtype rounds.
     wide = loss_of(path, home / "nf4_wide", adapter_id=trained, context__mode=0)
     assert wide != loss and wide == pytest.approx(loss, rel=LOSS_IN_NF4)
-    texts = [f"--{name.replace('__', '.')}={value}" for name, value in changed.items()]
-    merged = home / "nf4.safetensors"
-    output = exported("--config", path, "--adapter", trained, "--merge", "--check", "--output", merged, *texts)
-    found = re.search(r"by at most (\S+), of (\S+) ", output)
-    assert float(found[1]) < limit * float(found[2])
+    merged, _ = merged_and_checked(path, trained, changed)
     plain = dense(path, home / "plain")
     loss_merged = loss_of(plain, home / "nf4_merged", load_checkpoint=merged, context__mode=0)
     assert loss_merged == pytest.approx(loss, rel=limit)
-
     with_adapters = predicted(path, home / "nf4_predict", adapter_id=trained, **changed)
     assert with_adapters == predicted(plain, home / "nf4_dense", load_checkpoint=merged)
 
@@ -227,26 +218,21 @@ def test_adapters_from_the_base_weights_resume_and_are_saved_for_the_original_on
     home: Path, path: Path, base: Path, method: str
 ) -> None:
     """The folder that is saved works with the base model, as plain LoRA of twice the rank, which PEFT reads."""
-    key = "model__model_config__pet_config__"
     limit = decoder_limits(config_of(path).decoder, rows=4).loss
-    changed = {f"{key}init_lora_weights": method, f"{key}lora_dropout": 0}
+    changed = {f"{PET}init_lora_weights": method, f"{PET}lora_dropout": 0}
     flags = changed | {"runner_config__stop_step": HALF}
     whole = train(path, output_dir=home / method, **flags)
-    usual = train(path, output_dir=home / f"{method}_usual", **{f"{key}lora_dropout": 0, "runner_config__stop_step": 1})
+    usual = train(path, output_dir=home / f"{method}_usual", **{f"{PET}lora_dropout": 0, "runner_config__stop_step": 1})
     assert step_records(whole)[0]["loss"] == pytest.approx(step_records(usual)[0]["loss"], rel=limit)
-    halves = train(path, output_dir=home / f"{method}_halves", **flags | {"runner_config__stop_step": HALF // 2})
-    train(path, output_dir=halves, resume_training=True, **flags)
-    assert_same_run(halves, whole)
+    assert_resumes(path, whole, HALF // 2, **flags)
     folder = newest_complete(whole / "checkpoints")
     described = json.loads((folder / "adapter_config.json").read_text())
     assert (described["r"], described["lora_alpha"], described["init_lora_weights"]) == (2 * RANK, 12, True)
-    plain = {f"{key}lora_rank": 2 * RANK, f"{key}lora_alpha": 12}
+    plain = {f"{PET}lora_rank": 2 * RANK, f"{PET}lora_alpha": 12}
     losses = [loss_of(path, home / f"{method}_eval", adapter_id=whole, **each) for each in (changed, plain)]
     assert losses[0] == eval_records(whole)[-1]["eval_loss"]
     assert losses[1] == pytest.approx(losses[0], rel=limit)
-    merged = home / f"{method}.safetensors"
-    exported("--config", path, "--adapter", whole, "--merge", "--output", merged,
-             *(f"--{name.replace('__', '.')}={value}" for name, value in changed.items()))  # fmt: skip
+    merged, _ = merged_and_checked(path, whole, changed)
     loss = loss_of(dense(path, home / "plain"), home / f"{method}_merged", load_checkpoint=merged)
     assert loss == pytest.approx(losses[0], rel=limit)
 
@@ -267,12 +253,8 @@ def test_evaluation_with_adapters_equals_the_merged_model(home: Path, path: Path
 
 
 def test_prediction_with_adapters_equals_the_merged_model(home: Path, path: Path, whole: Path, merged: Path) -> None:
-    def text_of(path: Path, output: Path, **flags: object) -> str:
-        train(path, output_dir=output, run_mode="predict", predict_data="the cat", **flags)
-        return json.loads((output / "predictions.jsonl").read_text())["text"]
-
-    with_adapters = text_of(path, home / "predict", adapter_id=whole / "checkpoints")
-    assert with_adapters == text_of(dense(path, home / "plain"), home / "predict_merged", load_checkpoint=merged)
+    with_adapters = predicted(path, home / "predict", adapter_id=whole / "checkpoints")
+    assert with_adapters == predicted(dense(path, home / "plain"), home / "predict_merged", load_checkpoint=merged)
 
 
 def test_adapters_of_peft_are_taken_and_trained_further(home: Path, path: Path, whole: Path) -> None:

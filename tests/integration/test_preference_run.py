@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_helpers import (
-    arrays_of,
-    assert_same_bits,
+    assert_resumes,
     assert_same_run,
     column,
     config_of,
@@ -163,11 +162,7 @@ def test_labelled_answers_learn_and_continue_bit_for_bit(path: Path, home: Path)
     first, last = eval_records(whole)
     assert last["eval_margin"] > first["eval_margin"] > 0 and last["eval_accuracy"] >= 0.7
     assert last["eval_loss"] < first["eval_loss"] and "eval_perplexity" not in last
-    halves = home / "kto-halves"
-    train(path, output_dir=halves, runner_config__stop_step=HALF, **flags)
-    train(path, output_dir=halves, resume_training=True, **flags)
-    assert figures(halves) == figures(whole)
-    assert_same_bits(arrays_of(halves), arrays_of(whole))
+    assert_resumes(path, whole, HALF, **flags)
 
 
 def test_a_reward_model_learns_continues_and_scores(path: Path, home: Path, capsys: pytest.CaptureFixture) -> None:
@@ -182,11 +177,7 @@ def test_a_reward_model_learns_continues_and_scores(path: Path, home: Path, caps
     assert steps[-1]["rewards/accuracies"] == 1 and steps[-1]["loss"] < 0.3 < steps[0]["loss"]
     last = eval_records(whole)[-1]
     assert last["eval_accuracy"] >= 0.9 and last["eval_margin"] > 1 and "eval_perplexity" not in last
-    halves = home / "reward-halves"
-    train(path, output_dir=halves, runner_config__stop_step=HALF, **flags, **first)
-    train(path, output_dir=halves, resume_training=True, **flags)
-    assert figures(halves) == figures(whole)
-    assert_same_bits(arrays_of(halves), arrays_of(whole))
+    assert_resumes(path, whole, HALF, first, **flags)
     # The run's own configuration evaluates the model, and scores answers with it.
     own = load_config(str(whole / "config.yaml"))
     assert own.decoder.num_labels == 1
@@ -215,10 +206,7 @@ def test_adapters_compare_with_the_base_model(path: Path, home: Path) -> None:
     assert [steps[0][name] for name in REWARDS] == [0, 0, 0, 0]
     first, last = eval_records(tuned)
     assert last["eval_margin"] > first["eval_margin"] > 0
-    halves = home / "adapter-halves"
-    train(path, output_dir=halves, runner_config__stop_step=HALF, **flags)
-    train(path, output_dir=halves, resume_training=True, **flags)
-    assert_same_bits(arrays_of(halves), arrays_of(tuned))
+    assert_resumes(path, tuned, HALF, **flags)
 
 
 REFUSED = {
