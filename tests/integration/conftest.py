@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,11 @@ def path(home: Path, request: pytest.FixtureRequest) -> Path:
 def whole(home: Path, path: Path) -> Path:
     """Trains without interruption."""
     return train(path, output_dir=home / "whole")
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Restores the signals that a command blocks in this process, so that later tests do not inherit them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,8 @@ from trainer.config import parse_config
 from trainer.convert.convert import NEWER, convert
 from trainer.convert.proof import prove
 from trainer.errors import RunError, UserError
+
+pytestmark = pytest.mark.usefixtures("signals")
 
 OLD = """\
 context: {{device_target: CPU}}
@@ -27,14 +27,6 @@ train_dataset: {{data_loader: {{type: TextDataset, dataset_dir: {folder}/corpus}
 runner_config: {{batch_size: 2, max_steps: 20, gradient_accumulation_steps: 2}}
 lr_schedule: {{type: CosineWithWarmUpLR, learning_rate: 1.e-2, warmup_steps: 1}}
 """
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """Restores the signals that the command blocks in this process, so that later tests do not inherit them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @pytest.fixture

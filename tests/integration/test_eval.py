@@ -18,7 +18,6 @@ from run_helpers import (
     figures,
     train,
     write_config,
-    write_corpus,
     write_instructions,
 )
 from tolerances import decoder_limits
@@ -36,11 +35,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("eval")
-    write_corpus(folder / "data")
-    write_instructions(folder / "instructions.jsonl", 30)
-    return folder
+def home(home: Path) -> Path:
+    write_instructions(home / "instructions.jsonl", 30)
+    return home
 
 
 @pytest.fixture(scope="module")

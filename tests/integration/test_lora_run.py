@@ -25,7 +25,6 @@ from run_helpers import (
     step_records,
     train,
     write_config,
-    write_corpus,
     write_instructions,
 )
 from tolerances import LOSS_IN_NF4, decoder_limits, rounding_limit
@@ -61,11 +60,9 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lora")
-    write_corpus(folder / "data")
-    write_instructions(folder / "answers.jsonl")
-    return folder
+def home(home: Path) -> Path:
+    write_instructions(home / "answers.jsonl")
+    return home
 
 
 @pytest.fixture(scope="module")

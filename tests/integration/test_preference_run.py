@@ -47,10 +47,9 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("preferences")
-    write_preferences(folder / "pairs.jsonl")
-    return folder
+def home(home: Path) -> Path:
+    write_preferences(home / "pairs.jsonl")
+    return home
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,7 @@ from smoke_files import DENSE, EXPERTS
 
 from trainer.cli.main import dispatch, main
 
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """Restores the signals that the command blocks in this process, so that later tests do not inherit them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+pytestmark = pytest.mark.usefixtures("signals")
 
 
 def write(folder: Path, text: str) -> str:

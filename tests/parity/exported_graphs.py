@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mindspore
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.train import mind_ir_pb2
 
 FLOAT = mind_ir_pb2.TensorProto.FLOAT
@@ -19,6 +19,17 @@ class Graph(NamedTuple):
     operators: Counter[str]
     shapes: list[tuple[int, ...]]
     dtypes: list[int]
+
+
+class Backward(nn.Cell):
+    """Gradients with respect to every argument but the last, which is the gradient from above."""
+
+    def __init__(self, kernel: nn.Cell) -> None:
+        super().__init__()
+        self.kernel, self.grad = kernel, ops.GradOperation(get_all=True, sens_param=True)
+
+    def construct(self, *args):
+        return self.grad(self.kernel)(*args)
 
 
 def export(cell: nn.Cell, inputs: list[Tensor], file: Path) -> Graph:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import mindspore
 import numpy as np
 import pytest
-from exported_graphs import FLOAT, export
+from exported_graphs import FLOAT, Backward, export
 from mindspore import Tensor, nn, ops
 from numpy_kernels import distance, standard_normal
 from tolerances import OPERATOR
@@ -75,17 +75,6 @@ def cases() -> dict[str, Case]:
 
 
 CASES = cases()
-
-
-class Backward(nn.Cell):
-    """Gradients with respect to every argument but the last, which is the gradient from above."""
-
-    def __init__(self, kernel: nn.Cell) -> None:
-        super().__init__()
-        self.forward, self.grad = kernel, ops.GradOperation(get_all=True, sens_param=True)
-
-    def construct(self, *args):
-        return self.grad(self.forward)(*args)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ from pathlib import Path
 import mindspore
 import numpy as np
 import pytest
-from exported_graphs import FLOAT, Graph, export
+from exported_graphs import FLOAT, Backward, Graph, export
 from mindspore import Tensor, mint, nn, ops
 from numpy_kernels import distance, standard_normal
 from tolerances import OPERATOR
@@ -24,17 +24,6 @@ TOKENS, EXPERTS, CHOSEN, HIDDEN, WIDTH = 12, 8, 2, 6, 5
 ROWS = TOKENS * CHOSEN
 RANDOM = np.random.default_rng(3)
 normal = partial(standard_normal, RANDOM)
-
-
-class Backward(nn.Cell):
-    """Gradients with respect to every argument but the last, which is the gradient from above."""
-
-    def __init__(self, kernel: nn.Cell) -> None:
-        super().__init__()
-        self.kernel, self.grad = kernel, ops.GradOperation(get_all=True, sens_param=True)
-
-    def construct(self, *args):
-        return self.grad(self.kernel)(*args)
 
 
 class RouteWith(nn.Cell):
