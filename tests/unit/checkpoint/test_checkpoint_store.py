@@ -221,45 +221,33 @@ def lose_optimizer(path: Path) -> None:
     (path / "optimizer.safetensors").unlink()
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damage_marker, "incomplete: it has no readable COMPLETE file"),
-        (damage_state, "damaged: the checksum of state.json does not match COMPLETE"),
-        (truncate_model, r"damaged: model.safetensors has \d+ bytes, not the \d+ that were saved"),
-        (corrupt_model, "damaged: the checksum of model.safetensors does not match COMPLETE"),
-        (lose_optimizer, "damaged: cannot open optimizer.safetensors: "),
-    ],
-)
-def test_damage_is_named_with_a_fix(tmp_path: Path, damage, message: str) -> None:
+@pytest.mark.parametrize(("damage", "message", "unchecked"), [
+    (damage_marker, "incomplete: it has no readable COMPLETE file", ""),
+    (damage_state, "damaged: the checksum of state.json does not match COMPLETE",
+     "damaged: state.json cannot be read .*state.json is not valid JSON"),
+    (truncate_model, r"damaged: model.safetensors has \d+ bytes, not the \d+ that were saved",
+     r"damaged: model.safetensors has \d+ bytes, not the \d+ that were saved"),
+    (corrupt_model, "damaged: the checksum of model.safetensors does not match COMPLETE",
+     "damaged: model.safetensors cannot be read"),
+    (lose_optimizer, "damaged: cannot open optimizer.safetensors: ", "damaged: cannot open optimizer.safetensors: "),
+])
+def test_damage_is_named_with_a_fix(tmp_path: Path, damage, message: str, unchecked: str) -> None:
+    """In a checkpoint with checksums, and in one of an earlier version without."""
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     damage(bad)
     with pytest.raises(UserError, match=message) as caught:
         store.read_checkpoint(bad)
     assert str(bad) in str(caught.value) and f"use {good}" in str(caught.value)
+    assert store.read_checkpoint(good).has_checksums
+    remove_checksums(good)
+    assert not store.read_checkpoint(good).has_checksums
+    if unchecked:
+        damage(good)
+        with pytest.raises(UserError, match=unchecked):
+            store.read_checkpoint(good)
     shutil.rmtree(good)
     with pytest.raises(UserError, match="start a new run"):
         store.read_checkpoint(bad)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damage_state, "damaged: state.json cannot be read .*state.json is not valid JSON"),
-        (truncate_model, r"damaged: model.safetensors has \d+ bytes, not the \d+ that were saved"),
-        (corrupt_model, "damaged: model.safetensors cannot be read"),
-        (lose_optimizer, "damaged: cannot open optimizer.safetensors: "),
-    ],
-)
-def test_without_checksums_damage_is_named_too(tmp_path: Path, damage, message: str) -> None:
-    """A checkpoint of an earlier version."""
-    path = save(tmp_path, 1)
-    assert store.read_checkpoint(path).has_checksums
-    remove_checksums(path)
-    assert not store.read_checkpoint(path).has_checksums
-    damage(path)
-    with pytest.raises(UserError, match=message):
-        store.read_checkpoint(path)
 
 
 def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
