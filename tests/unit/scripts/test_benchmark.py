@@ -233,32 +233,18 @@ def test_whole_benchmark_fails_when_a_target_is_missed(tmp_path, capsys):
     assert "FAIL" in captured.err
 
 
-def test_a_failed_run_ends_the_benchmark_with_its_last_words(tmp_path, capsys):
-    flags = programs(tmp_path)
-    (tmp_path / "trainer.py").write_text("raise SystemExit('out of [memory]')")
-    assert benchmark.main(flags) == 2
+@pytest.mark.parametrize(("file", "old", "new", "flags", "parts"), [
+    ("trainer.py", None, "raise SystemExit('out of [memory]')", [], ["out of [memory]", "exit code 1"]),
+    ("config.yaml", "num_layers", "num_layerz", [], ["num_layerz"]),
+    ("config.yaml", "type: LlamaConfig,", "type: LlamaConfig, tie_word_embeddings: True,", [], ["untied head"]),
+    ("config.yaml", "", "", ["--torch_python", "/nowhere/python"], ["/nowhere/python cannot be started: No such file"]),
+], ids=["a failed run", "a bad configuration", "a model that the PyTorch script lacks", "no such Python"])
+def test_what_cannot_be_measured_ends_the_benchmark_with_its_last_words(tmp_path, capsys, file, old, new, flags, parts):
+    words = [*programs(tmp_path), *flags]
+    (tmp_path / file).write_text(new if old is None else CONFIG.replace(old, new))
+    assert benchmark.main(words) == 2
     captured = capsys.readouterr()
-    assert "out of [memory]" in captured.err and "exit code 1" in captured.err and captured.out == ""
-
-
-def test_a_bad_config_ends_the_benchmark_with_its_message(tmp_path, capsys):
-    flags = programs(tmp_path)
-    (tmp_path / "config.yaml").write_text(CONFIG.replace("num_layers", "num_layerz"))
-    assert benchmark.main(flags) == 2
-    assert "num_layerz" in capsys.readouterr().err
-
-
-def test_a_model_that_the_pytorch_script_lacks_is_refused(tmp_path, capsys):
-    flags = programs(tmp_path)
-    tied = CONFIG.replace("type: LlamaConfig,", "type: LlamaConfig, tie_word_embeddings: True,")
-    (tmp_path / "config.yaml").write_text(tied)
-    assert benchmark.main(flags) == 2
-    assert "untied head" in capsys.readouterr().err
-
-
-def test_a_python_that_does_not_exist_is_named(tmp_path, capsys):
-    assert benchmark.main([*programs(tmp_path), "--torch_python", "/nowhere/python"]) == 2
-    assert "/nowhere/python cannot be started: No such file" in capsys.readouterr().err
+    assert all(part in captured.err for part in parts) and captured.out == ""
 
 
 def test_too_few_steps_are_refused(tmp_path, capsys):

@@ -57,23 +57,29 @@ FILES = {
 }
 
 
+def write_file(path: Path, types: dict[str, str], rows: list[dict], shards: int = 1) -> Path:
+    """Writes a file as MindSpore does, with arrays and the column `number`."""
+    from mindspore.mindrecord import FileWriter
+
+    writer = FileWriter(str(path), shard_num=shards)
+    writer.set_header_size(1 << 14)
+    writer.set_page_size(1 << 15)
+    arrays = {key: {"type": kind, "shape": [-1]} for key, kind in types.items()}
+    writer.add_schema({"number": {"type": "int64"}} | arrays)
+    writer.write_raw_data([{"number": number} | row for number, row in enumerate(rows)])
+    writer.commit()
+    return path
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     """Returns the files, written by MindSpore; those in `shards` have three parts."""
-    from mindspore.mindrecord import FileWriter
-
     folder = tmp_path_factory.mktemp("mindrecord")
     (folder / "shards").mkdir()
     for name, columns, shards in [*((name, columns, 1) for name, columns in FILES.items()), ("shards/x", LONG, 3)]:
-        writer = FileWriter(str(folder / f"{name}.mindrecord"), shard_num=shards)
-        writer.set_header_size(1 << 14)
-        writer.set_page_size(1 << 15)
         types = {key: "float32" if array.dtype == np.float32 else "int32" for key, array in columns.items()}
-        writer.add_schema({"number": {"type": "int64"}} | {key: {"type": types[key], "shape": [-1]} for key in columns})
-        rows = [{"number": row} | {key: array[row].astype(types[key]) for key, array in columns.items()}
-                for row in range(ROWS)]
-        writer.write_raw_data(rows)
-        writer.commit()
+        rows = [{key: array[row].astype(types[key]) for key, array in columns.items()} for row in range(ROWS)]
+        write_file(folder / f"{name}.mindrecord", types, rows, shards)
     return folder
 
 
@@ -105,17 +111,10 @@ def test_arrays_are_those_that_mindspore_reads(files, name):
 
 
 def test_integers_of_every_size_are_read(tmp_path):
-    from mindspore.mindrecord import FileWriter
-
     limits = [0, -1, 127, -128, 128, -129, 32767, -32768, 32768, -32769, 2**31 - 1, -(2**31), 2**31, -(2**63)]
-    writer = FileWriter(str(tmp_path / "a.mindrecord"))
-    writer.set_header_size(1 << 14)
-    writer.set_page_size(1 << 15)
-    writer.add_schema({"one": {"type": "int64", "shape": [-1]}})
     rows = [np.array(limits[:count], np.int64) for count in range(1, len(limits) + 1)]
-    writer.write_raw_data([{"one": row} for row in rows])
-    writer.commit()
-    found = open_mindrecord(tmp_path / "a.mindrecord", HERE)
+    path = write_file(tmp_path / "a.mindrecord", {"one": "int64"}, [{"one": row} for row in rows])
+    found = open_mindrecord(path, HERE)
     for number, row in enumerate(rows):
         assert np.array_equal(found.read(number, ["one"])[0], row)
 
@@ -320,15 +319,9 @@ def test_a_folder_without_files_is_named(tmp_path):
 
 
 def test_a_row_of_another_length_ends_the_run(tmp_path):
-    from mindspore.mindrecord import FileWriter
-
-    writer = FileWriter(str(tmp_path / "a.mindrecord"))
-    writer.set_header_size(1 << 14)
-    writer.set_page_size(1 << 15)
-    writer.add_schema({"input_ids": {"type": "int32", "shape": [-1]}})
-    writer.write_raw_data([{"input_ids": np.arange(T + 1 - (row == 77), dtype=np.int32)} for row in range(200)])
-    writer.commit()
-    dataset, _ = build_datasets(config_of(tmp_path, tmp_path / "a.mindrecord"))
+    rows = [{"input_ids": np.arange(T + 1 - (row == 77), dtype=np.int32)} for row in range(200)]
+    path = write_file(tmp_path / "a.mindrecord", {"input_ids": "int32"}, rows)
+    dataset, _ = build_datasets(config_of(tmp_path, path))
     with pytest.raises(RunError, match=r"a\.mindrecord: row 77 has 8 numbers in input_ids, other rows 9"):
         dataset.batch([76, 77])
 
