@@ -119,9 +119,14 @@ def test_a_run_of_an_earlier_version_resumes_with_its_windows() -> None:
         ("window_attn_skip_freq: 2", "requires window_size"),
         ("window_size: [7, 0], window_attn_skip_freq: [1, 0]", "must have one entry for each of the 4 layers"),
         ("softmax_scale: 0.0", "softmax_scale = 0.0"),
+        ("nope_layer_interval: 0", "nope_layer_interval = 0: must be at least 1"),
+        ("nope_layer_interval: 2, nope_layers: [1]", "disagrees with nope_layers"),
+        ("nope_layers: [4]", "there is no layer 4: the model's layers are 0 to 3"),
+        ("nope_layer_interval: 2, mtp_depth: 1", "not yet supported with multi_latent_attention, and with multi-token"),
+        ("position_embedding_type: learned_absolute", "position_embedding_type = 'learned_absolute'"),
     ],
 )
-def test_windows_and_scales_that_mean_something_else_are_errors(keys: str, part: str) -> None:
+def test_windows_scales_and_positions_that_mean_something_else_are_errors(keys: str, part: str) -> None:
     assert part in error_of(older(keys))
 
 
@@ -148,20 +153,6 @@ def test_layers_without_rotary_positions(schema, keys: str, layers: tuple) -> No
     assert parse_config("again", dump_config(config)) == config
     words = "layers without rotary positions"
     assert (words in class_differences(config.decoder, "LlamaForCausalLM")) == bool(layers)
-
-
-@pytest.mark.parametrize(
-    ("keys", "part"),
-    [
-        ("nope_layer_interval: 0", "nope_layer_interval = 0: must be at least 1"),
-        ("nope_layer_interval: 2, nope_layers: [1]", "disagrees with nope_layers"),
-        ("nope_layers: [4]", "there is no layer 4: the model's layers are 0 to 3"),
-        ("nope_layer_interval: 2, mtp_depth: 1", "not yet supported with multi_latent_attention, and with multi-token"),
-        ("position_embedding_type: learned_absolute", "position_embedding_type = 'learned_absolute'"),
-    ],
-)
-def test_layers_without_rotary_positions_that_are_refused(keys: str, part: str) -> None:
-    assert part in error_of(older(keys))
 
 
 def test_the_trained_length_of_flat_yarn() -> None:
