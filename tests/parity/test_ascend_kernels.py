@@ -16,7 +16,7 @@ import mindspore
 import numpy as np
 import pytest
 from exported_graphs import FLOAT, Backward, export
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from numpy_kernels import distance, standard_normal
 from tolerances import OPERATOR
 
