@@ -20,6 +20,7 @@ from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import SplitWithSize
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
@@ -318,7 +319,7 @@ class LossCell(nn.Cell):
         self.differs = P.NotEqual()
         self.weigh = P.Mul()
         self.at_least = P.Maximum()
-        self.slice = P.StridedSlice()
+        self.cut = SplitWithSize()
         self.concat = P.Concat(1)
         self.equal = P.Equal()
         self.select = P.Select()
@@ -383,9 +384,7 @@ class LossCell(nn.Cell):
 
     def shifted(self, values_BT: Tensor, offset: int, last: int) -> Tensor:
         """Returns the values `offset` positions later in each sequence, filled up with `last` at its end."""
-        rows, length = values_BT.shape
-        later_BT = self.slice(values_BT, (0, offset), (rows, length), (1, 1))
-        first_BT = self.slice(values_BT, (0, 0), (rows, offset), (1, 1))
+        first_BT, later_BT = self.cut(values_BT, (offset, values_BT.shape[1] - offset), 1)
         return self.concat((later_BT, self.all_alike(first_BT, last)))
 
     def all_alike(self, like_BT: Tensor, value: int) -> Tensor:
@@ -397,7 +396,7 @@ class LossCell(nn.Cell):
         for part in (self.tables, *self.masks):
             part.shard_over(data)
         axes = {
-            "differs at_least clear fill": "d.,", "weigh equal concat": "d.,d.", "slice share": "d.",
+            "differs at_least clear fill": "d.,", "weigh equal concat": "d.,d.", "cut share": "d.",
             "select": "d.,d.,d.",
         }  # fmt: skip
         shard_operators(self, axes, d=data)
