@@ -143,7 +143,7 @@ def cross_entropy_case() -> Case:
     valid = np.ones(N, bool)
     valid[[0, 3, 9]], labels[[0, 3, 9]] = False, 0  # as InputBuilder marks a label without loss
     return Case(
-        CrossEntropy, [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)],
+        lambda: CrossEntropy(VOCABULARY), [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)],
         [Tensor(labels), Tensor(valid[:, None].astype(np.float32))],
         lambda x, weight: numpy_kernels.cross_entropy(x, weight, labels, valid),
         lambda x, weight: ops.cross_entropy(

@@ -215,7 +215,7 @@ def test_loss_in_chunks_is_the_loss(dtype, vocabulary: int, monkeypatch: pytest.
     arrays = [Tensor(normal(N, 8)), Tensor(normal(vocabulary, 8))]
     found = []
     in_chunks = ascend_loss.ChunkedCrossEntropy(lambda cell: cell, True, dtype)
-    for kernel in (CrossEntropy(dtype), in_chunks):
+    for kernel in (CrossEntropy(vocabulary, dtype), in_chunks):
         of = mindspore.value_and_grad(lambda x, w, run=kernel: run(x, w, Tensor(labels), Tensor(valid)) * 1e-2, (0, 1))
         loss, gradients = of(*arrays)
         found.append([loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)])
@@ -250,7 +250,7 @@ def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.Monk
         kernel = ascend_loss.ChunkedCrossEntropy(lambda cell: cell, True, shard=part)
         return loss_of(kernel, weight[firsts[rank] : firsts[rank + 1]])
 
-    loss, (grad_x, grad_weight) = loss_of(CrossEntropy(), weight)
+    loss, (grad_x, grad_weight) = loss_of(CrossEntropy(vocabulary), weight)
     of_ranks = [[rank_loss(rank) for rank in range(3)] for _ in range(2)][1]
     assert all(distance(each, loss) < OPERATOR for each, _ in of_ranks)
     assert distance(sum(gradients[0] for _, gradients in of_ranks), grad_x) < SEVERAL_OPERATORS

@@ -163,7 +163,7 @@ def exact_logits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def test_cross_entropy_of_huge_logits(compiled: bool) -> None:
     x_ND, weight_VD, labels_N, valid_N = exact_logits()
     valid_N1 = Tensor(valid_N[:, None].astype(np.float32))
-    run = runner(Caller(vocabulary.CrossEntropy()), compiled)
+    run = runner(Caller(vocabulary.CrossEntropy(len(weight_VD))), compiled)
     wide = [x_ND.astype(np.float64), weight_VD.astype(np.float64)]
     for n in range(len(labels_N)):  # row by row: a sum with the 2e4 of row 2 would hide the others' digits
         row = slice(n, n + 1)
@@ -179,7 +179,7 @@ def test_cross_entropy_of_huge_logits(compiled: bool) -> None:
 
 @MODES
 def test_cross_entropy_without_a_valid_label_is_zero(compiled: bool) -> None:
-    run = runner(Caller(vocabulary.CrossEntropy()), compiled)
+    run = runner(Caller(vocabulary.CrossEntropy(VOCABULARY)), compiled)
     rest = [Tensor(np.zeros(N, np.int32)), Tensor(np.zeros((N, 1), np.float32))]
     arrays = [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)]
     assert float(run(*map(Tensor, arrays), *rest).asnumpy()) == 0.0
@@ -194,7 +194,7 @@ def test_equal_tokens_have_equal_losses_wherever_they_stand() -> None:
     """
     tokens = 13
     x_ND, weight_VD = np.repeat(normal(1, HIDDEN), tokens, 0), normal(VOCABULARY, HIDDEN)
-    cell, labels = Caller(vocabulary.CrossEntropy()), Tensor(np.full(tokens, 3, np.int32))
+    cell, labels = Caller(vocabulary.CrossEntropy(len(weight_VD))), Tensor(np.full(tokens, 3, np.int32))
     alone = np.eye(tokens, dtype=np.float32)[:, :, None]
     losses = {float(cell(Tensor(x_ND), Tensor(weight_VD), labels, Tensor(valid_N1)).asnumpy()) for valid_N1 in alone}
     assert len(losses) == 1

@@ -241,7 +241,7 @@ def test_sum_of_losses_is_beyond_float16() -> None:
     x_ND, weight_VD = np.full((tokens, width), 5, np.float32), np.eye(VOCABULARY, width, dtype=np.float32) * 4
     labels, valid = Tensor(np.full(tokens, 7, np.int32)), Tensor(np.ones((tokens, 1), np.float32))
     losses = [
-        float(vocabulary.CrossEntropy(dtype)(Tensor(x_ND), Tensor(weight_VD), labels, valid).asnumpy())
+        float(vocabulary.CrossEntropy(VOCABULARY, dtype)(Tensor(x_ND), Tensor(weight_VD), labels, valid).asnumpy())
         for dtype in (FULL, HALF)
     ]
     assert losses[0] > 65504
@@ -271,7 +271,7 @@ def test_the_loss_scale_reaches_the_gradients_of_unlikely_tokens(factor: float, 
     """Where the scale came after probabilities of 2e-9 had been rounded to float16, these tokens would not learn."""
     x_ND, weight_VD = np.array([[1, 0]], np.float32), np.array([[0, 0], [-20, 0], [-1, 0]], np.float32)
     labels, valid = Tensor(np.array([2], np.int32)), Tensor(np.ones((1, 1), np.float32))
-    cell = vocabulary.CrossEntropy(HALF)
+    cell = vocabulary.CrossEntropy(3, HALF)
     gradient = mindspore.grad(lambda weight: cell(Tensor(x_ND), weight, labels, valid) * Tensor(np.float32(factor)))
     p = np.exp(-20) / (1 + np.exp(-20) + np.exp(-1))
     found = gradient(Tensor(weight_VD)).asnumpy()[1, 0]

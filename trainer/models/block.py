@@ -482,7 +482,7 @@ class Head(nn.Cell):
         self.cap = None
         if settings.final_logit_softcapping is not None:
             self.cap = kernels.soft_cap(settings.final_logit_softcapping, "dt")
-        self.cross_entropy = kernels.cross_entropy(cap=self.cap)
+        self.cross_entropy = kernels.cross_entropy(settings.vocab_size, cap=self.cap)
 
     def construct(
         self, x_ND: Tensor, norm_E: Tensor, weight_VE: Tensor, labels_N: Tensor, valid_N1: Tensor,

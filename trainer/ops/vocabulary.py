@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
@@ -65,17 +66,21 @@ class CrossEntropy(Sharded):
     exp(logit - largest), is computed as log1p(s - 1): the bits of MindSpore's Log on a CPU depend on how it divides the
     elements among threads, which it decides by timing itself.
 
+    The one-hot matrix of the labels is a comparison with the numbers of all tokens: OneHot is a legacy kernel on an
+    Ascend.
+
     Args:
+        vocabulary: V.
         dtype: Dtype of the products with the weight. Softmax and loss are always float32.
         cap: Caps the logits (`SoftCap`). Default None: they stay.
     """
 
     axes: ClassVar = {
         "logits": "d.,t.", "largest exp total picked": "dt", "centre": "dt,d.", "less_one": "d.,", "log": "d.",
-        "one_hot": "dt,,", "pick": "dt,dt", "difference weigh": "d.,d.", "sum": "d.",
+        "expand": "d", "is_label": "d.,.t", "pick": "dt,dt", "difference weigh": "d.,d.", "sum": "d.",
     }  # fmt: skip
 
-    def __init__(self, dtype: mstype.Type = mstype.float32, cap: nn.Cell | None = None) -> None:
+    def __init__(self, vocabulary: int, dtype: mstype.Type = mstype.float32, cap: nn.Cell | None = None) -> None:
         super().__init__()
         self.dtype = dtype
         self.cap = cap
@@ -87,14 +92,14 @@ class CrossEntropy(Sharded):
         self.total = SumExt()
         self.less_one = P.Sub()
         self.log = P.Log1p()
-        self.one_hot = P.OneHot()
+        self.expand = P.ExpandDims()
+        self.is_label = P.Equal()
         self.pick = P.Mul()
         self.picked = SumExt()
         self.difference = P.Sub()
         self.weigh = P.Mul()
         self.sum = SumExt()
-        self.on = Tensor(1.0, mstype.float32)
-        self.off = Tensor(0.0, mstype.float32)
+        self.tokens_1V = Tensor(np.arange(vocabulary, dtype=np.int32)[None])
 
     def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> Tensor:
         """Returns the sum of the losses, weighted by valid_N1, in float32."""
@@ -105,7 +110,7 @@ class CrossEntropy(Sharded):
         # A constant shift: no gradient goes through it.
         centred_NV = self.centre(logits_NV, ops.stop_gradient(self.largest(logits_NV, 1)))
         log_sum_N1 = self.log(self.less_one(self.total(self.exp(centred_NV), (1,), True), 1.0))
-        label_NV = self.one_hot(labels_N, weight_VD.shape[0], self.on, self.off)
+        label_NV = self.cast(self.is_label(self.expand(labels_N, 1), self.tokens_1V), mstype.float32)
         label_logit_N1 = self.picked(self.pick(centred_NV, label_NV), (1,), True)
         return self.sum(self.weigh(self.difference(log_sum_N1, label_logit_N1), valid_N1))
 
