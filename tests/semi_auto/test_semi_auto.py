@@ -80,7 +80,7 @@ def test_the_loss_alone() -> None:
     assert type(found.loss) is LossCell and found.step.sums == ()
     assert found.network._parallel_mode == "semi_auto" and found.network._pipeline_stages == 1
     assert not found.network._enable_parallel_optimizer and not found.network._init_param_in_compile
-    assert found.network._full_batch  # parallel.full_batch: True is the default
+    assert not found.network._full_batch  # without micro-batches a rank passes its own sequences
 
 
 def test_accumulation_stands_around_the_loss() -> None:
@@ -88,6 +88,7 @@ def test_accumulation_stands_around_the_loss() -> None:
     accumulation = found.step.network
     assert type(accumulation) is GradAccumulation and accumulation.micro_size == 3
     assert accumulation.network is found.loss
+    assert found.network._full_batch  # parallel.full_batch: True is the default
     assert [total.name for total in found.step.sums] == [f"accu_grads.{each.name}" for each in found.step.weights]
 
 
@@ -163,6 +164,12 @@ def test_a_rank_hands_over_its_part_of_every_micro_batch() -> None:
     top = {"parallel": {"parallel_mode": 1, "full_batch": False}, "parallel_config": degrees, "runner_config": runner}
     windows = [graph_batch(config_of(top), World(rank, 4, rank, 4)) for rank in range(4)]
     assert [list(window.local_rows) for window in windows] == [[0, 2], [0, 2], [1, 3], [1, 3]] and windows[0].rows == 4
+
+
+def test_without_micro_batches_a_rank_hands_over_its_sequences_in_any_case() -> None:
+    top = {"parallel_config": {"data_parallel": 2, "model_parallel": 2}, "runner_config": {"batch_size": 1}}
+    windows = [graph_batch(config_of(top), World(rank, 4, rank, 4)) for rank in range(4)]
+    assert [list(window.local_rows) for window in windows] == [[0], [0], [1], [1]]
 
 
 def test_what_is_computed_again() -> None:

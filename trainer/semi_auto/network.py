@@ -24,7 +24,12 @@ from mindspore.ops.auto_generate import SplitWithSize
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
-from trainer.config.checks.parallel import parallel_degrees, shard_threshold_bytes, zero_level
+from trainer.config.checks.parallel import (
+    micro_batches_per_step,
+    parallel_degrees,
+    shard_threshold_bytes,
+    zero_level,
+)
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
 from trainer.config.recompute import comm_recompute_layers, recompute_text, recomputed_parts
@@ -46,7 +51,7 @@ from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
 from trainer.semi_auto.positions import AttentionMask, RotaryTables
 from trainer.semi_auto.rules import semi_auto_notes, semi_auto_problems, speed_up_file
-from trainer.semi_auto.step import uses_dropout
+from trainer.semi_auto.step import passes_own_rows, uses_dropout
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -128,9 +133,12 @@ def set_parallelism(network: AutoParallel, config: Config, world: World, *, trai
         inputs = _BATCH_INPUTS
         if trains and uses_dropout(config.decoder):
             inputs += 1
-        strategy: str | tuple = ((degrees.data_parallel, 1),) * inputs
-        if parallel.full_batch:
-            strategy = "full_batch"
+        micro_batches = 1
+        if trains:
+            micro_batches = micro_batches_per_step(config, degrees)
+        strategy: str | tuple = "full_batch"
+        if passes_own_rows(config, micro_batches):
+            strategy = ((degrees.data_parallel, 1),) * inputs
         network.dataset_strategy(strategy)
     if degrees.pipeline_stage > 1:
         order = parallel.pipeline_config

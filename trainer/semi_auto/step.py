@@ -83,8 +83,7 @@ class GraphBatch(NamedTuple):
     rows: int
     settings: ModelConfig
     local_rows: slice | np.ndarray = slice(None)
-    """The sequences that this rank passes to the graph: all, or with `full_batch: False` those of its data-parallel
-    rank."""
+    """The sequences that this rank passes to the graph; see `passes_own_rows`."""
     mask_seeds: MaskSeeds | None = None
     """The seeds of a model with dropout."""
 
@@ -99,10 +98,19 @@ class GraphBatch(NamedTuple):
         return [Tensor(np.ascontiguousarray(array[self.local_rows])) for array in arrays]
 
 
+def passes_own_rows(config: Config, micro_batches: int) -> bool:
+    """Returns whether a rank passes the graph only the sequences of its data-parallel rank, in the order of the batch.
+
+    Of the whole batch MindSpore would cut them with StridedSlice, a legacy kernel. It also cuts micro-batches with it,
+    and gathers the sequences of all ranks before, so `full_batch` decides there.
+    """
+    return micro_batches == 1 or not config.parallel.full_batch
+
+
 def local_rows(config: Config, world: World, rows: int, micro_batches: int) -> slice | np.ndarray:
     """Returns the sequences of a step that a rank passes to the graph: its part of every micro-batch."""
     degrees = parallel_degrees(config, world)
-    if config.parallel.full_batch:
+    if not passes_own_rows(config, micro_batches):
         return slice(None)
     # Ranks of a stage are numbered by data-parallel rank first.
     place = world.rank // degrees.model_parallel % degrees.data_parallel

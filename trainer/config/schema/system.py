@@ -96,7 +96,7 @@ class ParallelSection(Section):
     parallel_fallback: Literal["explicit"] | None = setting(
         None, "explicit: explicit mode instead of semi-automatic mode. Default null: none.")
     full_batch: bool = setting(
-        True, "Semi-automatic mode: a rank passes MindSpore the global batch; false: only its sequences.")
+        True, "Semi-automatic mode with micro-batches: a rank passes MindSpore the global batch; false: only its rows.")
     enable_parallel_optimizer: bool = setting(
         False, "Shard the optimizer state over the data-parallel ranks (ZeRO); optimizer_level selects the stage.")
     parallel_optimizer_config: ParallelOptimizerConfig = section(
