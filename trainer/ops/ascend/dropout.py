@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from mindspore import Layout, Tensor, nn, ops
+from mindspore import Layout, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import DropoutDoMaskExt, DropoutGenMaskExt
@@ -106,8 +106,9 @@ class _PerRankFunction(nn.Cell):
 
     def seed(self, seeds_B1: Tensor, rank_S: Tensor) -> Tensor:
         """Returns the seed of this rank's shard."""
-        seed = seeds_B1[0, 0]
-        return seed + rank_S[0] * _SEEDS_OF_A_RANK if self.is_shared else seed
+        # An index would be a StridedSlice, which is a legacy kernel.
+        seed = mint.narrow(seeds_B1, 0, 0, 1).reshape(())
+        return seed + rank_S.reshape(()) * _SEEDS_OF_A_RANK if self.is_shared else seed
 
     def set_layouts(self, data: int, tensor: int, inputs: Sequence[Sequence[Axis]], output: Sequence[Axis]) -> None:
         """Shards the function over `data` x `tensor` ranks.
