@@ -41,6 +41,7 @@ from trainer.models.inputs import InputBuilder
 from trainer.models.spec.names import is_buffer
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.ops.ascend.gradient_sums import sum_gradients_with_add
+from trainer.ops.ascend.graph_gradients import divide_losses_with_div
 from trainer.ops.context import context_parallel_kernels
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import on_arrays, precision_of, select_kernels
@@ -382,7 +383,10 @@ def set_up_device(config: Config, device: str, world: World = SINGLE_PROCESS) ->
         if world.size > 1:
             device_id = world.local_rank
         mindspore.set_device(device, device_id)
-        sum_gradients_with_add(in_one_graph=runs_semi_auto(config, world))
+        in_one_graph = runs_semi_auto(config, world)
+        sum_gradients_with_add(in_one_graph=in_one_graph)
+        if in_one_graph:
+            divide_losses_with_div()
         _make_calls(device_calls(config, device))
 
 
