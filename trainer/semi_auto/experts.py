@@ -29,7 +29,7 @@ from mindspore import Layout, Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 from mindspore.ops import operations as P
-from mindspore.ops.auto_generate import SumExt
+from mindspore.ops.auto_generate import InplaceCopy, MeanExt, SumExt
 
 from trainer.config.checks.parallel import parallel_degrees
 from trainer.models.moe import Gates, Router, SharedExperts
@@ -183,7 +183,7 @@ class RoutedExperts(nn.Cell):
         """Computes the result for this rank's tokens, from this rank's shards of the weights."""
         expert_A = ops.concat((experts_Nk.reshape(-1), self.numbers_E))
         order_A = stable_order(expert_A)
-        row_Nk = stable_order(order_A)[: experts_Nk.shape[0] * self.chosen].reshape(experts_Nk.shape)
+        row_Nk = mint.narrow(stable_order(order_A), 0, 0, experts_Nk.shape[0] * self.chosen).reshape(experts_Nk.shape)
         # The rows of zeros are assignments after those of the last token.
         token_A = ops.minimum(ops.floor_divide(order_A, self.chosen), y_ND.shape[0])
         counts_E = (expert_A.expand_dims(1) == self.numbers_E.expand_dims(0)).astype(mstype.float32).sum(0)
@@ -204,7 +204,7 @@ class RoutedExperts(nn.Cell):
         send = self.rows_of_ranks(counts_Se, rows_AD)
         receive = self.rows_of_ranks(received_counts_Se, rows_AD)
         rows_RD = all_to_all_rows(rows_AD, send, receive, self.group)
-        local_A1 = ops.floor_mod(expert_A, self.local_experts).astype(mstype.float32).reshape(-1, 1)
+        local_A1 = mint.remainder(expert_A, self.local_experts).astype(mstype.float32).reshape(-1, 1)
         order_R = stable_order(all_to_all_rows(local_A1, send, receive, self.group).reshape(-1))
         inverse_R = stable_order(order_R)
         counts_e = received_counts_Se.sum(0).astype(mstype.int64)
@@ -295,7 +295,7 @@ class GraphRouterLosses(nn.Cell):
         self.at_least = P.Add()
         self.divide = P.Div()
         self.reshape = P.Reshape()
-        self.mean = P.ReduceMean()
+        self.mean = MeanExt()
         self.weigh = P.Mul()
         self.scale = P.Mul()
         self.uneven = SumExt()
@@ -334,7 +334,7 @@ class GraphRouterLosses(nn.Cell):
     def aux_loss(self, scores_NE: Tensor, load_GE: Tensor, weight_G1: Tensor) -> Tensor:
         """Computes the auxiliary loss, [1, 1]."""
         p_NE = self.normalised(scores_NE) if self.normalises else scores_NE
-        mean_GE = self.mean(self.reshape(p_NE, (-1, self.tokens, self.experts)), 1)
+        mean_GE = self.mean(self.reshape(p_NE, (-1, self.tokens, self.experts)), (1,))
         uneven_G1 = self.uneven(self.scale(self.weigh(mean_GE, ops.stop_gradient(load_GE)), self.experts), (1,), True)
         return self.sum(self.pick(uneven_G1, weight_G1), (0,), True)
 
@@ -414,7 +414,7 @@ class ExpertLayer(nn.Cell):
         self.divide = P.Div()
         self.totals = tuple(SumExt() for _ in STATISTICS)
         self.sums = tuple(P.Add() for _ in STATISTICS)
-        self.assigns = tuple(P.Assign() for _ in STATISTICS)
+        self.assigns = tuple(InplaceCopy() for _ in STATISTICS)
         self.log = P.Log()
         self.least = P.Add()
         self.minus = P.Neg()
@@ -541,7 +541,8 @@ class GraphRouters:
         """Returns the counts of the step over all ranks and micro-batches."""
         zeros = Tensor(np.zeros((len(STATISTICS), self.moe.expert_num), np.float32))
         by_layer = {layer: ops.concat(tuple(statistics)) for layer, statistics in self.statistics.items()}
-        counted_LSE = ops.stack([by_layer.get(layer, zeros) for layer in self.layers])
+        # A CPU has no current kernel for ops.stack, which is a legacy one.
+        counted_LSE = ops.concat([by_layer.get(layer, zeros).expand_dims(0) for layer in self.layers])
         if self.sends_counts is not None:
             counted_LSE = self.communicator.all_reduce([counted_LSE * float(self.sends_counts)])[0]
         if not has_all_operators():
@@ -558,4 +559,4 @@ class GraphRouters:
     def clear(self) -> None:
         """Sets the statistics to zero, before the next step."""
         for parameter in itertools.chain(*self.statistics.values()):
-            ops.assign(parameter, ops.zeros_like(parameter))
+            parameter.copy_(ops.zeros(parameter.shape, parameter.dtype))

@@ -20,7 +20,7 @@ from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 from mindspore.ops import operations as P
-from mindspore.ops.auto_generate import SplitWithSize
+from mindspore.ops.auto_generate import MeanExt, SplitWithSize
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
@@ -333,7 +333,7 @@ class LossCell(nn.Cell):
         self.select = P.Select()
         self.clear = P.Mul()
         self.fill = P.Add()
-        self.share = P.ReduceMean(keep_dims=True)
+        self.share = MeanExt()
         self.has_experts = experts is not None
 
     def construct(
@@ -381,7 +381,7 @@ class LossCell(nn.Cell):
         counted = None
         if self.has_experts and self.training:
             valid_BT = self.cast(self.differs(labels_BT, IGNORE_INDEX), mstype.float32)
-            counted = self.reshape(valid_BT, (-1, 1)), self.share(share_B1, 0)
+            counted = self.reshape(valid_BT, (-1, 1)), self.share(share_B1, (0,), True)
         return self.decoder(ids_N, targets, tables + tables, masks, mtp, counted, seeds_B1)
 
     def targets(self, labels_BT: Tensor, share_B1: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ class Route(nn.Cell):
         rule = self.rule
         choice_NGe = choice_NE.reshape(choice_NE.shape[0], rule.groups, -1)
         best = min(2 if rule.group_score == "two_best" else 1, choice_NGe.shape[2])
-        best_NGb = stable_order(choice_NGe, descending=True)[:, :, :best]
+        best_NGb = _best(choice_NGe, best)
         score_NG = ops.gather_elements(choice_NGe, 2, best_NGb).sum(-1)
         allowed_NG = self.group_one_hot(_best(score_NG, rule.chosen_groups)).sum(1)
         allowed_NGe = ops.broadcast_to(allowed_NG.expand_dims(-1), choice_NGe.shape) > 0
@@ -93,7 +93,8 @@ class Route(nn.Cell):
         # The number of safe tokens before the rows of each expert, and before those of dropped assignments.
         safe_E = safe_E.astype(mstype.int32)
         shift_E = mint.cumsum(safe_E, 0)
-        row_A = row_A + _take(ops.concat((shift_E - safe_E, shift_E[-1:])), group_A)
+        all_safe_1 = mint.narrow(shift_E, 0, self.rule.experts - 1, 1)
+        row_A = row_A + _take(ops.concat((shift_E - safe_E, all_safe_1)), group_A)
         no_token_R = ops.zeros((size + self.rule.experts,), mstype.int32) + tokens
         return row_A, mint.scatter(no_token_R, 0, _take(row_A, order_A).astype(mstype.int64), token_A)
 
@@ -108,7 +109,8 @@ def stable_order(values: Tensor, descending: bool = False) -> Tensor:
 
 def _best(scores: Tensor, number: int) -> Tensor:
     """Returns the indices of the best scores of each row, the best first."""
-    return stable_order(scores, descending=True)[:, :number]
+    # An index would be a StridedSlice in a graph, which is a legacy kernel.
+    return mint.narrow(stable_order(scores, descending=True), -1, 0, number)
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
