@@ -11,8 +11,8 @@ from no_decoder import SMALL_NO_DECODER
 
 from trainer.dryrun.process import TRAIN, Case
 
-LEGACY_OF_GRAPH = frozenset(("Gather", "RealDiv", "StridedSlice", "UnsortedSegmentSum"))
-LEGACY_OF_STAGES = frozenset(("Assign", "AssignAdd", "TensorMove", "ZerosLike"))
+LEGACY_OF_GRAPH = frozenset(("Gather", "UnsortedSegmentSum"))
+LEGACY_OF_STAGES = frozenset(("Assign", "AssignAdd", "StridedSlice", "TensorMove"))
 """Kernels of CANN's legacy library that dense models start in semi-automatic mode, and those that start beside them in
 its pipelines and sums over micro-batches. In explicit mode there are none; docs/ascend.md says the same."""
 
