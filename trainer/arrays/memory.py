@@ -133,13 +133,9 @@ def expert_rows(counts_E: np.ndarray) -> list[tuple[int, slice]]:
     return [(expert, slice(ends[expert] - counts_E[expert], ends[expert])) for expert in np.flatnonzero(counts_E)]
 
 
-def expert_blocks(counts_E: np.ndarray, size: int) -> list[tuple[int, slice]]:
-    """Returns blocks of at most `size` rows of one expert, with the expert.
-
-    The largest are first: at the end no thread waits long for another one.
-    """
-    blocks = [(expert, block) for expert, rows in expert_rows(counts_E) for block in row_blocks(rows, size)]
-    return sorted(blocks, key=lambda block: block[1].start - block[1].stop)
+def expert_blocks(counts_E: np.ndarray, size: int) -> Iterator[tuple[int, slice]]:
+    """Yields blocks of at most `size` rows of one expert, with the expert."""
+    return ((expert, block) for expert, rows in expert_rows(counts_E) for block in row_blocks(rows, size))
 
 
 def take_tokens(x: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:

@@ -312,8 +312,7 @@ class WeightGradients:
             grad_NO, x_NI, out_OI = product
             operators().matmul(grad_NO.T, x_NI, out_OI)
 
-        # The largest first: at the end no thread waits long for another one.
-        host_threads().run(sorted(self.products, key=lambda product: -product[2].size), multiply)
+        host_threads().run(self.products, multiply, lambda product: product[2].size)
         return self.tensors
 
 

@@ -280,7 +280,9 @@ def _results_of_ranks(every: list[StageResult], rank: int, ranks: int, folder: P
         with contextlib.suppress(OSError):
             _clear_leftovers(folder)
     number, (reason, fix, free_bytes) = failures[0]
-    who = f" by rank {number}" * (ranks > 1)
+    who = ""
+    if ranks > 1:
+        who = f" by rank {number}"
     if free_bytes is not None:
         reason += f": it needs {needed_bytes:,} bytes and {free_bytes:,} are free"
     rule = f"a checkpoint cannot be written{who}: {reason}; earlier checkpoints are untouched"

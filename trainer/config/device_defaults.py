@@ -54,7 +54,9 @@ def device_default_note(config: Config, device: str) -> str:
     """
     if device != "Ascend":
         return ""
-    keys = ["compute_dtype", "use_flash_attention"] + ["moe_config.use_gmm"] * (config.decoder.experts is not None)
+    keys = ["compute_dtype", "use_flash_attention"]
+    if config.decoder.experts is not None:
+        keys.append("moe_config.use_gmm")
     values = {key: value_of(config, f"{_MODEL}.{key}") for key in keys if not config.source.where(f"{_MODEL}.{key}")}
     used = [f"{key} {value_text(value)}" for key, value in values.items() if value]
     if used:

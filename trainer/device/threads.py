@@ -93,10 +93,13 @@ class HostThreads:
             return self.threads
         return 1
 
-    def run(self, items: Iterable[Item], function: Callable[[Item, int], None]) -> None:
+    def run(
+        self, items: Iterable[Item], function: Callable[[Item, int], None], size: Callable[[Item], int] | None = None
+    ) -> None:
         """Calls function(item, number of the thread) for every item; items may run at the same time.
 
-        If `function` itself calls this method, its thread takes all items: the other threads are busy.
+        If `function` itself calls this method, its thread takes all items: the other threads are busy. With `size` the
+        largest items begin first: at the end no thread waits long for another one.
         """
         number = getattr(self.at_work, "number", None)
         if number is not None:
@@ -105,6 +108,8 @@ class HostThreads:
             return
         # A step of a list's iterator cannot be interrupted, so that no item is taken twice.
         items = list(items)
+        if size is not None:
+            items.sort(key=size, reverse=True)
         left = iter(items)
 
         def take(thread: int) -> None:

@@ -161,7 +161,7 @@ class RegionTimer:
         """
 
         @functools.wraps(run)
-        def timed(threads: Any, items: Any, function: Callable) -> None:
+        def timed(threads: Any, items: Any, function: Callable, *size: Callable) -> None:
             """Times the items on each thread, and counts idle threads as waiting."""
             items = list(items)  # making them is work of the caller; inside `run` it would count as waiting, too
             caller = self.now
@@ -186,7 +186,7 @@ class RegionTimer:
             began = self.clock()
             caller.inside.append(0.0)
             try:
-                run(threads, items, run_item)
+                run(threads, items, run_item, *size)
             finally:
                 caller.inside.pop()
                 taken = self.clock() - began

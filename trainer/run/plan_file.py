@@ -162,9 +162,7 @@ def plan_file(
 
     collect(lambda: backend.check_device(planned_device(config)))
     errors = [each for each in problems if each not in not_implemented and each not in missing_paths]
-    evaluates = config.run_mode == "eval" and not config.tasks
-    reads = {TRAIN: config.trains, EVAL: evaluates or (config.trains and config.do_eval)}
-    sections = [name for name in reads if reads[name] and getattr(config, name) is not None]
+    sections = _sections_read(config)
     missing: dict[str, str] = {}
     if elsewhere:
         missing = missing_data(config, sections)
@@ -201,6 +199,13 @@ def plan_file(
         return _without_sizes(config, plan, notes)
     added = [Note(config.source.name_keys(note), note.kind) for note in (*notes, *memory_notes)]
     return replace(plan, notes=(*plan.notes, *added))
+
+
+def _sections_read(config: Config) -> list[str]:
+    """Returns the data set sections that the run reads."""
+    evaluates = config.run_mode == "eval" and not config.tasks
+    reads = {TRAIN: config.trains, EVAL: evaluates or (config.trains and config.do_eval)}
+    return [name for name in reads if reads[name] and getattr(config, name) is not None]
 
 
 def _without_explained_sizes(

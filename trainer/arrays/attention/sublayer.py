@@ -261,8 +261,6 @@ class CpuAttention:
         self.output.begin_forward(call, x_ND, tokens)
 
         tasks = [(sequence, block) for sequence in sequences for block in sequence.blocks]
-        # The largest first: at the end no thread waits long for another one.
-        tasks.sort(key=lambda task: task[1].keys.start - task[1].keys.stop)
         max_logits = np.zeros((len(tasks), self.attention.kv_heads, self.attention.groups), np.float32)
         sinks_KG = self._sinks(call)
 
@@ -280,7 +278,12 @@ class CpuAttention:
             if self.ulysses == 1:
                 self.output.forward(call, x_ND, heads_NV[tile.rows], out_ND, tile)
 
-        host_threads().run(range(len(tasks)), attend)
+        def count_keys(number: int) -> int:
+            """Returns the number of keys of a block of queries."""
+            keys = tasks[number][1].keys
+            return keys.stop - keys.start
+
+        host_threads().run(range(len(tasks)), attend, count_keys)
         if call.max_logits is not None:
             np.maximum(call.max_logits, max_logits.max(0).reshape(-1), out=call.max_logits)
         if self.context is not None and self.ulysses > 1:

@@ -63,14 +63,19 @@ EXPORT void softmax(const float *x, float *out, long rows, long size) {
     }
 }
 
+INLINE float dot(const float *x, const float *y, long size) {
+    V sums = {0};
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) sums += load(x + i) * load(y + i);
+    if (i < size) sums += load_end(x + i, size - i) * load_end(y + i, size - i);
+    return sum_lanes(sums);
+}
+
 EXPORT void softmax_gradient(const float *y, const float *grad, float *out, long rows, long size) {
     for (long row = 0; row < rows; row++, y += size, grad += size, out += size) {
-        V sums = {0};
+        float sum = dot(y, grad, size);
         long i = 0;
-        for (; i + LANES <= size; i += LANES) sums += load(y + i) * load(grad + i);
-        if (i < size) sums += load_end(y + i, size - i) * load_end(grad + i, size - i);
-        float sum = sum_lanes(sums);
-        for (i = 0; i + LANES <= size; i += LANES) store(out + i, load(y + i) * (load(grad + i) - sum));
+        for (; i + LANES <= size; i += LANES) store(out + i, load(y + i) * (load(grad + i) - sum));
         for (; i < size; i++) out[i] = y[i] * (grad[i] - sum);
     }
 }
@@ -250,11 +255,7 @@ EXPORT void weighted_gated_gradient(float *gate, float *up, const float *grad, f
                                     float *weight_grad, long rows, long size) {
     for (long row = 0; row < rows; row++, gate += size, up += size, grad += size, result += size) {
         gated_gradient_kind(gate, up, grad, result, size, SILU);
-        V sums = {0};
-        long i = 0;
-        for (; i + LANES <= size; i += LANES) sums += load(result + i) * load(grad + i);
-        if (i < size) sums += load_end(result + i, size - i) * load_end(grad + i, size - i);
-        weight_grad[row] = sum_lanes(sums);
+        weight_grad[row] = dot(result, grad, size);
         scale(result, weight[row], size);
         scale(gate, weight[row], size);
         scale(up, weight[row], size);

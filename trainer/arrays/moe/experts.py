@@ -8,6 +8,7 @@ Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -108,7 +109,8 @@ class CpuExperts:
             if weights.bias is not None:
                 y_RD[rows] += gate_R[rows, None] * weights.bias[expert]
 
-        host_threads().run(expert_blocks(routing.counts_E, _most_rows(weights)), compute)
+        blocks = expert_blocks(routing.counts_E, _most_rows(weights))
+        host_threads().run(blocks, compute, lambda block: block[1].stop - block[1].start)
         combine_expert_rows(y_RD, routing.row_Nk, None, out_ND)
         return out_ND, saved
 
@@ -189,7 +191,7 @@ class CpuExperts:
                     if name in sums:
                         sums[name].add(segment, rows, grad_rF.sum(0))
 
-        host_threads().run(_segments(routing.counts_E), compute)
+        host_threads().run(_segments(routing.counts_E), compute, lambda segment: segment[2].stop - segment[2].start)
         combine_expert_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
         weight_gradients = {name: segment_sums.total() for name, segment_sums in sums.items()}
         return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], weight_gradients)
@@ -247,20 +249,15 @@ class _SegmentSums:
         return self.tensor
 
 
-def _segments(counts_E: np.ndarray) -> list[tuple[int, int, slice]]:
-    """Returns each expert with the number and rows of its segments, of which one with many rows has several.
-
-    The largest are first, as in `expert_blocks`.
-    """
-    segments = []
+def _segments(counts_E: np.ndarray) -> Iterator[tuple[int, int, slice]]:
+    """Yields each expert with the number and rows of its segments; an expert with many rows has several segments."""
     for expert, rows in expert_rows(counts_E):
         size = rows.stop - rows.start
         number = min(_MAX_SEGMENTS, -(-size // _MOST_ROWS))
         for segment in range(number):
             first = rows.start + size * segment // number
             last = rows.start + size * (segment + 1) // number
-            segments.append((expert, segment, slice(first, last)))
-    return sorted(segments, key=lambda segment: segment[2].start - segment[2].stop)
+            yield expert, segment, slice(first, last)
 
 
 def _weighted_swiglu_gradient(
