@@ -35,7 +35,7 @@ def scatter(x, dim, index, src):
 class GroupedMatmul(nn.Cell):
     """Each expert's rows, the others set to zero, times its weight."""
 
-    def __init__(self, fills_rows: bool = False, reaches_all: bool = False) -> None:
+    def __init__(self, fills_rows: bool = False, in_graph: bool = False) -> None:
         super().__init__(auto_prefix=False)
 
     def construct(self, x_RI, weight_EOI, counts_E):

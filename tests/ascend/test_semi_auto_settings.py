@@ -54,6 +54,10 @@ EXPERT_STAGES = {
         "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2, "expert_parallel": 4,
     },
 }  # fmt: skip
+ALL_RANKS = {
+    "parallel_config": {"data_parallel": 4, "model_parallel": 2, "expert_parallel": 4},
+    "freeze": {"include": ["*.layers.0.mlp.experts.*"]},
+}
 STAGED = {"moe_config": MOE | BALANCED, "hidden_dropout": 0.1, "attention_dropout": 0.1, **LATENT}
 CASES = {
     "first stage": on_ascend(SEMI, STAGES, model=TIED, ranks=8, rank=1, process="first stage"),
@@ -61,6 +65,9 @@ CASES = {
         SEMI, STAGES, model=TIED | {"moe_config": MOE}, ranks=8, rank=6, process="last stage"
     ),
     "first stage with experts": on_ascend(SEMI, EXPERT_STAGES, model=STAGED, ranks=8, rank=0, process="experts"),
+    "experts over all ranks, some frozen": on_ascend(
+        SEMI, ALL_RANKS, model={"moe_config": MOE}, ranks=8, rank=5, process="all ranks"
+    ),
     "two parts of a middle stage": on_ascend(
         SEMI, INTERLEAVED, model={"num_layers": 6, "pp_interleave_num": 2}, ranks=24, rank=8, process="middle stage"
     ),

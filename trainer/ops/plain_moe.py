@@ -51,7 +51,7 @@ class GroupedMatmul(nn.Cell):
     The weight is rounded to the dtype of x; its gradient is not.
     """
 
-    def __init__(self, fills_rows: bool = False, reaches_all: bool = False) -> None:
+    def __init__(self, fills_rows: bool = False, in_graph: bool = False) -> None:
         """Accepts the arguments of `trainer.ops.ascend.moe.GroupedMatmul` and ignores them."""
         super().__init__(auto_prefix=False)
 

@@ -437,9 +437,6 @@ class ExpertLayer(nn.Cell):
         if self.drops_tokens:
             gates_Nk = self.keep(gates_Nk, kept_Nk)
         matrices = weights[self.first], weights[self.first + 1], weights[self.first + 2]
-        if not self.training:
-            # Without a gradient MindSpore 2.10 passes the parameters to a Morph, and fails ("requires_grad").
-            matrices = tuple(ops.stop_gradient(matrix) for matrix in matrices)
         added_ND = self.experts(y_ND, gates_Nk, experts_Nk, *matrices)
         if self.has_shared:
             added_ND = self.add_shared(added_ND, self.shared(y_ND, *weights[self.first_shared :]))

@@ -117,8 +117,11 @@ class Rotary(Sharded):
         return self.reshape(out_BTHd, x_NC.shape)
 
 
-class SwiGLU(Sharded):
-    """swiglu: silu(gate) * up. The operator takes both in one tensor; the axis that joins them is not sharded."""
+class ShardedSwiGLU(Sharded):
+    """swiglu: silu(gate) * up. The operator takes both in one tensor; the axis that joins them is not sharded.
+
+    MindSpore derives the gradient. In one graph of the whole step that needs the least memory.
+    """
 
     axes: ClassVar = {"concat": "d.t,d.t", "swiglu": "d.t"}
 
@@ -127,12 +130,19 @@ class SwiGLU(Sharded):
         self.reshape = P.Reshape()
         self.concat = P.Concat(1)
         self.swiglu = Swiglu()
-        self.grad = SwigluGrad()
 
     def construct(self, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
         tokens, features = gate_NF.shape
         both = self.reshape(gate_NF, (tokens, 1, features)), self.reshape(up_NF, (tokens, 1, features))
         return self.reshape(self.swiglu(self.concat(both), 1), (tokens, features))
+
+
+class SwiGLU(ShardedSwiGLU):
+    """The operator for a compiled block: it saves gate and up, and joins them again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grad = SwigluGrad()
 
     def bprop(self, gate_NF: Tensor, up_NF: Tensor, out: Tensor, grad_NF: Tensor) -> tuple[Tensor, ...]:
         grad = self.grad(grad_NF, ops.concat((gate_NF, up_NF), -1), -1)

@@ -123,20 +123,24 @@ class GroupedMatmul(nn.Cell):
 
     Args:
         fills_rows: Whether every row belongs to an expert. Otherwise the rows after the last expert's are set to zero.
-        reaches_all: Whether every expert has a row. Otherwise the gradients of experts without rows are set to zero.
+        in_graph: Whether the cell is in one graph of the whole step, where every expert has a row and MindSpore removes
+            unused gradients. Elsewhere the cell sets the gradients of experts without rows to zero, and computes none
+            for a frozen Parameter.
     """
 
-    def __init__(self, fills_rows: bool = False, reaches_all: bool = False) -> None:
+    def __init__(self, fills_rows: bool = False, in_graph: bool = False) -> None:
         super().__init__(auto_prefix=False)
         self.fills_rows = fills_rows
-        self.trained = _GroupedProduct(True, reaches_all)
-        self.frozen = _GroupedProduct(False, reaches_all)
+        self.in_graph = in_graph
+        self.trained = _GroupedProduct(True, in_graph)
+        self.frozen = _GroupedProduct(False, in_graph)
 
     def construct(self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
         """Casts the weight to the dtype of x, and sets rows without an expert to zero."""
         cast_EOI = weight_EOI.astype(x_RI.dtype)
-        is_frozen = isinstance(weight_EOI, Parameter) and not weight_EOI.requires_grad
-        product = self.frozen if is_frozen else self.trained
+        product = self.trained
+        if not self.in_graph and isinstance(weight_EOI, Parameter) and not weight_EOI.requires_grad:
+            product = self.frozen
         if self.fills_rows:
             return product(x_RI, cast_EOI, counts_E)
         # The operator leaves rows after the last group as they were in memory, and so does its gradient.
