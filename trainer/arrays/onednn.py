@@ -102,21 +102,20 @@ class OneDnnOperators(NumpyOperators):
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
         """Multiplies with oneDNN's gemm or a cached primitive; emulated half precision goes through float32."""
-        emulates = a.dtype == np.float16 or (a.dtype == BFLOAT16 and self.emulates)
-        # Primitives, unlike gemm, write bfloat16 and take several matrices at once: between two calls a thread would
-        # wait for Python's lock. They misread views with an axis of length 1 (oneDNN 3.10).
-        if not emulates and (a.ndim > 2 or out.dtype == BFLOAT16):
-            if min(*a.shape[-2:], b.shape[-1]) > 1 and a.size:
-                self._primitive_product(a, b, out, accumulate)
-                return
-        if out.dtype == np.float32:
-            result = out
-        else:
-            result = self._wide(2, out)
-        if emulates:
+        result = out
+        if a.dtype == np.float16 or (a.dtype == BFLOAT16 and self.emulates):
+            if out.dtype != np.float32:
+                result = self._wide(2, out)
             a = self._widened(0, a)
             b = self._widened(1, b)
-        self._product(a, b, result, accumulate)
+        # Primitives, unlike gemm, write bfloat16 and take several matrices at once: between two calls a thread would
+        # wait for Python's lock. They misread views with an axis of length 1 (oneDNN 3.10).
+        multiply = self._product
+        if (a.ndim > 2 or result.dtype == BFLOAT16) and min(*a.shape[-2:], b.shape[-1]) > 1 and a.size:
+            multiply = self._primitive_product
+        elif result.dtype != np.float32:
+            result = self._wide(2, out)
+        multiply(a, b, result, accumulate)
         if result is not out:
             self.cast(result, out)
 

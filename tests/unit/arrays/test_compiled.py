@@ -345,6 +345,20 @@ def test_a_number_does_not_depend_on_its_place(run: NumpyOperators) -> None:
 
 
 @EACH
+def test_heads_are_cast_where_they_lie(run: NumpyOperators) -> None:
+    """Views of heads in arrays of tokens, dense rows that are apart, in both directions."""
+    x = numbers(5, 3 * 20).reshape(5, 3, 20).transpose(1, 0, 2)
+    stored = np.zeros((5, 3, 24), np.uint16)
+    heads = stored[..., :20].transpose(1, 0, 2)
+    run.cast(x, heads)
+    np.testing.assert_array_equal(heads, as_bfloat16(x))
+    assert not stored[..., 20:].any()
+    back = np.zeros((3, 5, 20), np.float32)
+    run.cast(heads, back)
+    np.testing.assert_array_equal(back, as_float32(heads))
+
+
+@EACH
 def test_softmax_and_its_gradient_in_bfloat16(run: NumpyOperators) -> None:
     """They are those in float32, rounded."""
     x, grad = numbers(2, 3, 37), numbers(2, 3, 37)

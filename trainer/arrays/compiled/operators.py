@@ -36,8 +36,8 @@ _SIGNATURES = {
     "attend": (_ADDRESS,) * 8,
     "few_rows_product": (_ADDRESS,) * 4,
     "adamw": (*(_ADDRESS,) * 4, _SIZE, _ADDRESS),
-    "to_bfloat16": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE),
-    "to_float32": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE),
+    "to_bfloat16": (_ADDRESS, _ADDRESS, *(_SIZE,) * 7),
+    "to_float32": (_ADDRESS, _ADDRESS, *(_SIZE,) * 7),
 }
 
 _KINDS = ("silu", "gelu_pytorch_tanh", "relu2")  # of activations, by their numbers in rowwise.c
@@ -198,19 +198,23 @@ class CompiledOperators(OneDnnOperators):
         )
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
-        if x.ndim > 2 and x.flags.c_contiguous and out.flags.c_contiguous:
-            x = x.reshape(-1, x.shape[-1])
-            out = out.reshape(x.shape)
-        if self.has_avx512 or np.float16 in (x.dtype, out.dtype) or x.ndim > 2 or not _has_dense_rows(x, out):
+        if self.has_avx512 or np.float16 in (x.dtype, out.dtype) or not _has_dense_rows(x, out):
             super().cast(x, out)
-        elif out.dtype == BFLOAT16:
-            self._cast(self.compiled.to_bfloat16, x, out)
-        else:
-            self._cast(self.compiled.to_float32, x, out)
-
-    def _cast(self, function: Callable[..., None], x: np.ndarray, out: np.ndarray) -> None:
-        rows = x.size // max(1, x.shape[-1])
-        function(address(x), address(out), rows, x.shape[-1], _row_step(x), _row_step(out))
+            return
+        if x.flags.c_contiguous and out.flags.c_contiguous:
+            x = x.reshape(1, 1, -1)
+            out = out.reshape(1, 1, -1)
+        while x.ndim < 3:
+            x = x[None]
+            out = out[None]
+        if x.ndim > 3:
+            super().cast(x, out)
+            return
+        function = self.compiled.to_float32
+        if out.dtype == BFLOAT16:
+            function = self.compiled.to_bfloat16
+        steps = [stride // array.itemsize for array in (x, out) for stride in array.strides[:2]]
+        function(address(x), address(out), *x.shape, *steps)
 
 
 def _are_contiguous(*arrays: np.ndarray) -> bool:

@@ -332,31 +332,42 @@ EXPORT void adamw(float *weight, float *first, float *second, const float *gradi
 }
 
 /* Rounds to bfloat16, to nearest, ties to even; NaN stays NaN. */
-EXPORT void to_bfloat16(const float *x, uint16_t *out, long rows, long size, long step, long out_step) {
-    for (long row = 0; row < rows; row++, x += step, out += out_step) {
-        long i = 0;
-        for (; i + LANES <= size; i += LANES) {
-            V numbers = load(x + i);
-            U bits = (U)numbers;
-            U undefined = (U)(numbers != numbers);
-            U rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
-            rounded = (undefined & ((bits >> 16) | 0x40)) | (~undefined & rounded);
-            H narrow = __builtin_convertvector(rounded, H);
-            memcpy(out + i, &narrow, sizeof narrow);
-        }
-        for (; i < size; i++) {
-            uint32_t bits;
-            memcpy(&bits, x + i, 4);
-            out[i] = x[i] != x[i] ? (bits >> 16) | 0x40 : (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
-        }
+static void to_bfloat16_row(const float *x, uint16_t *out, long size) {
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        V numbers = load(x + i);
+        U bits = (U)numbers;
+        U undefined = (U)(numbers != numbers);
+        U rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
+        rounded = (undefined & ((bits >> 16) | 0x40)) | (~undefined & rounded);
+        H narrow = __builtin_convertvector(rounded, H);
+        memcpy(out + i, &narrow, sizeof narrow);
+    }
+    for (; i < size; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        out[i] = x[i] != x[i] ? (bits >> 16) | 0x40 : (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
     }
 }
 
-EXPORT void to_float32(const uint16_t *x, float *out, long rows, long size, long step, long out_step) {
-    for (long row = 0; row < rows; row++, x += step, out += out_step) {
-        for (long i = 0; i < size; i++) {
-            uint32_t bits = (uint32_t)x[i] << 16;
-            memcpy(out + i, &bits, 4);
-        }
+static void to_float32_row(const uint16_t *x, float *out, long size) {
+    for (long i = 0; i < size; i++) {
+        uint32_t bits = (uint32_t)x[i] << 16;
+        memcpy(out + i, &bits, 4);
     }
+}
+
+/* Both cast matrices [rows, size]; the steps are the distances of matrices and of rows. */
+EXPORT void to_bfloat16(const float *x, uint16_t *out, long matrices, long rows, long size, long matrix_step,
+                        long row_step, long out_matrix_step, long out_row_step) {
+    for (long matrix = 0; matrix < matrices; matrix++, x += matrix_step, out += out_matrix_step)
+        for (long row = 0; row < rows; row++)
+            to_bfloat16_row(x + row * row_step, out + row * out_row_step, size);
+}
+
+EXPORT void to_float32(const uint16_t *x, float *out, long matrices, long rows, long size, long matrix_step,
+                       long row_step, long out_matrix_step, long out_row_step) {
+    for (long matrix = 0; matrix < matrices; matrix++, x += matrix_step, out += out_matrix_step)
+        for (long row = 0; row < rows; row++)
+            to_float32_row(x + row * row_step, out + row * out_row_step, size);
 }
