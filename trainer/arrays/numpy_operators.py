@@ -184,6 +184,21 @@ class NumpyOperators:
         """Adds a contiguous matrix [n, m] to each matrix of x [P, n, m], whose rows are dense."""
         x += added
 
+    def sum_rows(self, x: np.ndarray, rows: np.ndarray, factors: np.ndarray | None, out: np.ndarray) -> None:
+        """Writes the sum of some rows of x for each token, multiplied by its factors if there are any.
+
+        Args:
+            x: Float32 and contiguous, as `out`, [n, D].
+            rows: The numbers of the rows, [n, k].
+            factors: [n, k].
+        """
+        out[...] = 0
+        for choice in range(rows.shape[1]):
+            row = x[rows[:, choice]]
+            if factors is not None:
+                row *= factors[:, choice : choice + 1]
+            out += row
+
     def shares(self, x: np.ndarray) -> bool:
         """Whether `few_rows_product` and an `attend` without a cap use several threads for so few rows [..., n, I]."""
         return False

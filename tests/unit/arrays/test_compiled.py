@@ -345,6 +345,18 @@ def test_a_number_does_not_depend_on_its_place(run: NumpyOperators) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("width", [5, 64, 70])
+def test_sums_of_rows(run: NumpyOperators, width: int, weighted: bool) -> None:
+    x, out = numbers(9, width), np.full((4, width), np.nan, np.float32)
+    rows = np.array([[0, 8, 3], [8, 8, 1], [2, 0, 7], [5, 6, 4]])
+    factors = np.asfortranarray(numbers(4, 3)) if weighted else None
+    run.sum_rows(x, rows, factors, out)
+    right = np.einsum("nkd,nk->nd", x[rows].astype(np.float64), np.ones((4, 3)) if factors is None else factors)
+    np.testing.assert_allclose(out, right, atol=rounding_limit(3) * 10)
+
+
+@EACH
 def test_heads_are_cast_where_they_lie(run: NumpyOperators) -> None:
     """Views of heads in arrays of tokens, dense rows that are apart, in both directions."""
     x = numbers(5, 3 * 20).reshape(5, 3, 20).transpose(1, 0, 2)

@@ -273,6 +273,28 @@ EXPORT void add_to_blocks(float *x, const float *added, long blocks, long rows, 
     }
 }
 
+/* Sums `chosen` rows of x, [., size], for each token, multiplied by the token's factors; without factors all are 1. */
+EXPORT void sum_rows(const float *x, const int32_t *rows, const float *factors, float *out, long tokens, long chosen,
+                     long size) {
+    for (long token = 0; token < tokens; token++, rows += chosen, out += size) {
+        long i = 0;
+        for (; i + LANES <= size; i += LANES) {
+            V sum = {0};
+            for (long choice = 0; choice < chosen; choice++) {
+                V row = load(x + rows[choice] * size + i);
+                sum += factors ? factors[token * chosen + choice] * row : row;
+            }
+            store(out + i, sum);
+        }
+        for (; i < size; i++) {
+            float sum = 0;
+            for (long choice = 0; choice < chosen; choice++)
+                sum += (factors ? factors[token * chosen + choice] : 1) * x[rows[choice] * size + i];
+            out[i] = sum;
+        }
+    }
+}
+
 /* Rotates the pairs of each head by the rotations of its row; `next` is the distance of pairs, `apart` that of the
    numbers of a pair. Steps are in numbers. */
 INLINE void rotate_pairs(float *x, const float *rotation, long rows, long heads, long pairs, long next, long apart,
