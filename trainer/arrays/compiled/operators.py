@@ -243,6 +243,4 @@ def _has_dense_rows(*arrays: np.ndarray) -> bool:
 
 def _row_step(x: np.ndarray) -> int:
     """Returns the distance of the rows of an array, in numbers."""
-    if x.ndim == 1:
-        return x.shape[0]
     return x.strides[0] // x.itemsize
