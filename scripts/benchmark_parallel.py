@@ -19,14 +19,14 @@ class Division(NamedTuple):
     """Describes a job that shards a model, and the data-parallel job that it is compared with.
 
     Attributes:
-        limit: Lowest tokens per second relative to data parallelism; None: no target.
+        limit: Lowest tokens per second relative to data parallelism.
     """
 
     name: str
     config: str
     flags: tuple[str, ...]
     data_parallel: tuple[str, ...]
-    limit: float | None
+    limit: float
 
 
 def _batch(sequences: int) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def divisions(sequences: int = 8, micro_batches: int = 8) -> list[Division]:
         Division("tensor and sequence", dense, (*whole, *tensor, f"{DEGREE}use_seq_parallel", "True"), own, 0.7),
         Division("expert", "bench_moe.yaml", (*own, f"{DEGREE}expert_parallel", "2"), own, 0.8),
         Division("pipeline", dense, (*own, *stages), accumulated, 0.75),
-        Division("context", dense, (*whole, *context), own, None),
+        Division("context", dense, (*whole, *context), own, 0.8),
     ]
 
 
@@ -67,7 +67,7 @@ def parallel(options: argparse.Namespace, console: Console) -> int:
         speeds = f"{statistics.median(divided):.0f} / {statistics.median(data):.0f} tokens/s"
         detail = f"{speeds}, rounds {low:.2f} to {high:.2f}"
         name = f"tokens/s, {one.name} / data parallelism, {RANKS} ranks"
-        lines.append(Line(name, ratio, one.limit or 0.0, True, detail, binding=one.limit is not None))
+        lines.append(Line(name, ratio, one.limit, True, detail))
         steps[one.name] = jobs
     return conclude("parallel", "Ranks that divide a model", lines, console, steps=steps)
 
