@@ -191,9 +191,6 @@ def load_kernels(
         make_norm = partial(_ascend_norm, inside=norm, outside=compute, is_sharded=is_sharded)
         norm_of_heads = make_norm
         rms_norm = partial(make_norm, is_recomputed=recomputes_norms)
-    swiglu = "SwiGLU"
-    if is_sharded and "swiglu" in fused:
-        swiglu = "ShardedSwiGLU"
     linear: MakeCell = plain.Linear
     if compute != mstype.float32:
         linear = partial(_linear_in, compute)
@@ -202,7 +199,7 @@ def load_kernels(
         rms_norm=rms_norm,
         head_norm=lambda size, eps: plain.HeadNorm(norm_of_heads(size, eps), size),
         rotary=elementwise("rotary_embedding", "Rotary", rotary, first=True),
-        gated=partial(_gated, elementwise, compute, swiglu),
+        gated=partial(_gated, elementwise, compute, is_sharded and "swiglu" in fused),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(CrossEntropy, dtype=compute),
         soft_cap=rows.SoftCap,
@@ -229,10 +226,16 @@ def load_kernels(
     )
 
 
-def _gated(elementwise: Callable[..., MakeCell], inside: mstype.Type, swiglu: str, activation: str) -> nn.Cell:
-    """Returns the kernel between the matrices of a feed-forward layer. GELU is approximated by tanh, as P.GeLU is."""
+def _gated(elementwise: Callable[..., MakeCell], inside: mstype.Type, shards_fused: bool, activation: str) -> nn.Cell:
+    """Returns the kernel between the matrices of a feed-forward layer. GELU is approximated by tanh, as P.GeLU is.
+
+    With `shards_fused` MindSpore shards the fused operator.
+    """
     if activation == "silu":
-        return elementwise("swiglu", swiglu, inside)()
+        name = "SwiGLU"
+        if shards_fused:
+            name = "ShardedSwiGLU"
+        return elementwise("swiglu", name, inside)()
     return elementwise("gated", "Gated", inside)(_ACTIVATIONS[activation]())
 
 

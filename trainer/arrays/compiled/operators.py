@@ -206,18 +206,17 @@ class CompiledOperators(OneDnnOperators):
         )
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
-        if self.has_avx512 or np.float16 in (x.dtype, out.dtype) or not _has_dense_rows(x, out):
+        are_contiguous = x.flags.c_contiguous and out.flags.c_contiguous
+        fits = are_contiguous or (x.ndim <= 3 and _has_dense_rows(x, out))
+        if self.has_avx512 or np.float16 in (x.dtype, out.dtype) or not fits:
             super().cast(x, out)
             return
-        if x.flags.c_contiguous and out.flags.c_contiguous:
+        if are_contiguous:
             x = x.reshape(1, 1, -1)
             out = out.reshape(1, 1, -1)
         while x.ndim < 3:
             x = x[None]
             out = out[None]
-        if x.ndim > 3:
-            super().cast(x, out)
-            return
         function = self.compiled.to_float32
         if out.dtype == BFLOAT16:
             function = self.compiled.to_bfloat16

@@ -354,7 +354,7 @@ EXPORT void adamw(float *weight, float *first, float *second, const float *gradi
 }
 
 /* Rounds to bfloat16, to nearest, ties to even; NaN stays NaN. */
-static void to_bfloat16_row(const float *x, uint16_t *out, long size) {
+INLINE void to_bfloat16_row(const float *x, uint16_t *out, long size) {
     long i = 0;
     for (; i + LANES <= size; i += LANES) {
         V numbers = load(x + i);
@@ -372,7 +372,7 @@ static void to_bfloat16_row(const float *x, uint16_t *out, long size) {
     }
 }
 
-static void to_float32_row(const uint16_t *x, float *out, long size) {
+INLINE void to_float32_row(const uint16_t *x, float *out, long size) {
     for (long i = 0; i < size; i++) {
         uint32_t bits = (uint32_t)x[i] << 16;
         memcpy(out + i, &bits, 4);
