@@ -21,6 +21,8 @@ NAMES = (
     "dense, adapters in the last layers, 4 micro-batches",
     "experts, ep 4",
     "latent, tp 4 sp, attention recomputed",
+    "graph: dense, dp 8, level1",
+    "graph: experts, pp 2, tp 2, ep 4, last stage",
 )
 CASES = {
     name: OnAscend(Case(LAYOUTS[name].text), LAYOUTS[name].ranks, LAYOUTS[name].rank) for name in NAMES

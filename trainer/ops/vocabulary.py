@@ -59,15 +59,51 @@ class VocabShardRows(nn.Cell):
         return self.gather_rows(weight_VE, row_N) * self.matmul(inside_N.reshape(-1, 1), ones_1E)
 
 
+class _TokenLosses(Sharded):
+    """(logits_NV, is_label_NV) -> the loss of each token, and log(sum(exp(logits))), without a gradient: [N, 1] both.
+
+    log(s) is computed as log1p(s - 1): the bits of MindSpore's Log on a CPU depend on how it divides the elements among
+    threads, which it decides by timing itself.
+
+    The gradient of the logits, (softmax(logits) - is_label) times that of the loss, is written by hand. MindSpore's
+    repeats the gradient of each sum for all tokens of the vocabulary, which a graph may do long before it is used.
+    """
+
+    axes: ClassVar = {
+        "exp total picked": "dt", "less_one": "d.,", "log": "d.", "pick": "dt,dt", "difference": "d.,d.",
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast = P.Cast()
+        self.exp = P.Exp()
+        self.total = SumExt()
+        self.less_one = P.Sub()
+        self.log = P.Log1p()
+        self.pick = P.Mul()
+        self.picked = SumExt()
+        self.difference = P.Sub()
+
+    def construct(self, logits_NV: Tensor, is_label_NV: Tensor) -> tuple[Tensor, Tensor]:
+        log_sum_N1 = self.log(self.less_one(self.total(self.exp(logits_NV), (1,), True), 1.0))
+        picked_NV = self.pick(logits_NV, self.cast(is_label_NV, mstype.float32))
+        return self.difference(log_sum_N1, self.picked(picked_NV, (1,), True)), log_sum_N1
+
+    def bprop(
+        self, logits_NV: Tensor, is_label_NV: Tensor, out: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the gradient of the logits, and zeros for the labels."""
+        losses_N1, log_sum_N1 = out
+        # Without this dependency a graph has the softmax before it needs it, beside what the loss is computed from.
+        softmax_NV = ops.exp(ops.depend(logits_NV, losses_N1) - log_sum_N1)
+        return (softmax_NV - self.cast(is_label_NV, mstype.float32)) * grads[0], ops.zeros_like(is_label_NV)
+
+
 class CrossEntropy(Sharded):
     """Sum over loss tokens of logsumexp(logits) - logits[label], with logits = x weight^T.
 
-    The vocabulary is sharded like columns, so no rank has all logits of a token. The logarithm of s, the sum of
-    exp(logit - largest), is computed as log1p(s - 1): the bits of MindSpore's Log on a CPU depend on how it divides the
-    elements among threads, which it decides by timing itself.
-
-    The one-hot matrix of the labels is a comparison with the numbers of all tokens: OneHot is a legacy kernel on an
-    Ascend.
+    The vocabulary is sharded like columns, so no rank has all logits of a token. The one-hot matrix of the labels is a
+    comparison with the numbers of all tokens: OneHot is a legacy kernel on an Ascend.
 
     Args:
         vocabulary: V.
@@ -76,8 +112,8 @@ class CrossEntropy(Sharded):
     """
 
     axes: ClassVar = {
-        "logits": "d.,t.", "largest exp total picked": "dt", "centre": "dt,d.", "less_one": "d.,", "log": "d.",
-        "expand": "d", "is_label": "d.,.t", "pick": "dt,dt", "difference weigh": "d.,d.", "sum": "d.",
+        "logits": "d.,t.", "largest": "dt", "centre": "dt,d.", "expand": "d", "is_label": "d.,.t", "weigh": "d.,d.",
+        "sum": "d.",
     }  # fmt: skip
 
     def __init__(self, vocabulary: int, dtype: mstype.Type = mstype.float32, cap: nn.Cell | None = None) -> None:
@@ -88,15 +124,9 @@ class CrossEntropy(Sharded):
         self.logits = P.MatMul(transpose_b=True)
         self.largest = P.ReduceMax(keep_dims=True)
         self.centre = P.Sub()
-        self.exp = P.Exp()
-        self.total = SumExt()
-        self.less_one = P.Sub()
-        self.log = P.Log1p()
         self.expand = P.ExpandDims()
         self.is_label = P.Equal()
-        self.pick = P.Mul()
-        self.picked = SumExt()
-        self.difference = P.Sub()
+        self.losses = _TokenLosses()
         self.weigh = P.Mul()
         self.sum = SumExt()
         self.tokens_1V = Tensor(np.arange(vocabulary, dtype=np.int32)[None])
@@ -109,13 +139,13 @@ class CrossEntropy(Sharded):
             logits_NV = self.cap(logits_NV)
         # A constant shift: no gradient goes through it.
         centred_NV = self.centre(logits_NV, ops.stop_gradient(self.largest(logits_NV, 1)))
-        log_sum_N1 = self.log(self.less_one(self.total(self.exp(centred_NV), (1,), True), 1.0))
-        label_NV = self.cast(self.is_label(self.expand(labels_N, 1), self.tokens_1V), mstype.float32)
-        label_logit_N1 = self.picked(self.pick(centred_NV, label_NV), (1,), True)
-        return self.sum(self.weigh(self.difference(log_sum_N1, label_logit_N1), valid_N1))
+        is_label_NV = self.is_label(self.expand(labels_N, 1), self.tokens_1V)
+        losses_N1, _ = self.losses(centred_NV, is_label_NV)
+        return self.sum(self.weigh(losses_N1, valid_N1))
 
     def shard_over(self, data: int, tensor: int = 1) -> None:
         """Shards tokens over `data` ranks and the vocabulary over `tensor` ranks."""
         super().shard_over(data, tensor)
+        self.losses.shard_over(data, tensor)
         if self.cap is not None:
             self.cap.shard_over(data, tensor)

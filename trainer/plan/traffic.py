@@ -110,7 +110,7 @@ def _calls(config: Config, world: World, device: str, where: MeshCoordinate, job
     number = micro_batches_per_step(config, degrees)
     for call in _micro_batch_calls(config, world, device, where, job):
         yield call._replace(times=call.times * number)
-    yield from weight_calls(config, world, where, job)
+    yield from weight_calls(config, world, where, job, on_host=device == "CPU")
 
 
 def _micro_batch_calls(

@@ -1,4 +1,4 @@
-"""The collectives of a step for weights and their gradients: sums, gathers of shared weights, and updates."""
+"""The collectives of a step for weights and their gradients: sums, gathers of sharded weights, and updates."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from trainer.parallel.world import World
 from trainer.plan.division import model_layout_for
 
 _MODULE_NORM = "shared_head.norm.weight"
+_SUMS = "sums of gradients"
 
 
 class Call(NamedTuple):
@@ -69,36 +70,49 @@ class JobInfo(NamedTuple):
         return cls(spec, layout, trained, recomputed_parts(config), spec.first_reached(trained), head_numbers(config))
 
 
-def weight_calls(config: Config, world: World, where: MeshCoordinate, job: JobInfo) -> Iterator[Call]:
-    """Yields the calls of a step for the weights of a rank and their gradients."""
+def weight_calls(
+    config: Config, world: World, where: MeshCoordinate, job: JobInfo, *, on_host: bool
+) -> Iterator[Call]:
+    """Yields the calls of a step for the weights of a rank and their gradients.
+
+    Args:
+        on_host: Whether the job runs on CPUs, where gradients are summed after the backward pass.
+    """
     layout = job.layout
-    number = micro_batches_per_step(config, parallel_degrees(config, world))
+    degrees = parallel_degrees(config, world)
+    micro_batches = micro_batches_per_step(config, degrees)
     sizes = {}
     for name in layout.parameters:
         if layout.holds(name, where) and not is_buffer(name):
             sizes[name] = math.prod(layout.shard(name, where).shape)
     trained = {name: size for name, size in sizes.items() if name in job.trained}
-    shared = ZeroShards.from_config(config, world, layout, where, sizes)
-    scattered = {name for name in trained if name in shared.sizes and shared.level > "level1"}
-    yield from _sums_of_gradients(layout, trained, shared, scattered, number)
-    if shared.level == "level3":
-        yield from _gathered_weights(job, shared, where, number)
-    yield from _update_calls(config, layout, shared, trained)
+    zero = ZeroShards.from_config(config, world, layout, where, sizes)
+    if on_host:
+        yield from _sums_on_host(trained, zero, micro_batches)
+    elif zero.level > "level1" and degrees.pipeline_stage == 1:
+        yield from _sums_on_device(trained, zero, micro_batches)
+    else:
+        yield from _sums_on_device(trained, zero, 1)
+    if zero.level == "level3":
+        yield from _gathered_weights(job, zero, where, micro_batches)
+    yield from _update_calls(config, zero, trained)
 
 
 @dataclass
-class _Numbers:
-    """An array of `size` numbers, as `buckets` takes it."""
+class _Gradient:
+    """The elements of a gradient on this rank, as `buckets` takes it, and those in the rank's shard."""
 
     size: int
+    shard_size: int
 
 
 class ZeroShards(NamedTuple):
     """The shards of parameters among ranks with the same part of the model.
 
     Attributes:
+        layout: How ranks share the parameters of all stages.
         level: The result of `zero_level`; empty without sharding.
-        sizes: Numbers in this rank's shard, by the names of the sharded parameters.
+        sizes: Elements of this rank's shard, by the names of the sharded parameters.
         has_replicas: Whether other data-parallel ranks have the same shards.
     """
 
@@ -149,57 +163,87 @@ class ZeroShards(NamedTuple):
                 yield kind
 
 
-def _sums_of_gradients(
-    layout: ModelLayout, sizes: Mapping[str, int], shared: ZeroShards, scattered: Collection[str], times: int
-) -> Iterator[Call]:
-    """Yields the sums of gradients: bucket by bucket for each group, and `times` calls for each `scattered` gradient.
+def _sums_on_device(trained: Mapping[str, int], zero: ZeroShards, times: int) -> Iterator[Call]:
+    """Yields the sums of gradients during the backward pass, bucket by bucket over one group after the other.
+
+    Args:
+        trained: Sizes on this rank of the trained parameters.
+        times: Sums of each gradient in a step.
     """
-    what = "sums of gradients"
-    for name in sizes:
-        if name in scattered:
-            for kind in layout.parameters[name].sums:
-                if kind in ("tp", "kv"):
-                    yield Call(kind, what, "all_reduce", sizes[name] * FLOAT32_BYTES, times)
-            yield Call(shared.group(name), what, "reduce_scatter", sizes[name] * FLOAT32_BYTES, times)
-            for kind in shared.sums(name):
-                if kind in ("dp_replicas", "expert_replicas"):
-                    yield Call(kind, what, "all_reduce", shared.sizes[name] * FLOAT32_BYTES, times)
-    for kind in SUM_GROUPS:
+    alike: dict[tuple[tuple[SumGroup, ...], str], list[_Gradient]] = {}
+    for name, size in trained.items():
+        scatters_over = ""
+        if name in zero.sizes:
+            scatters_over = zero.group(name)
+        key = tuple(zero.sums(name)), scatters_over
+        alike.setdefault(key, []).append(_Gradient(size, zero.sizes.get(name, size)))
+    for (groups, scatters_over), gradients in alike.items():
+        for bucket in buckets(gradients, BUCKET_BYTES):
+            size = sum(each.size for each in bucket)
+            for group in groups:
+                if group == scatters_over:
+                    yield Call(group, _SUMS, "reduce_scatter", size * FLOAT32_BYTES, times)
+                    size = sum(each.shard_size for each in bucket)
+                else:
+                    yield Call(group, _SUMS, "all_reduce", size * FLOAT32_BYTES, times)
+
+
+def _sums_on_host(trained: Mapping[str, int], zero: ZeroShards, micro_batches: int) -> Iterator[Call]:
+    """Yields the sums of gradients on CPUs: one by one in each micro-batch those of which a rank keeps its shard, and
+    bucket by bucket after the last micro-batch the others.
+
+    Args:
+        trained: Sizes on this rank of the trained parameters.
+    """
+    scattered: Collection[str] = ()
+    if zero.level > "level1":
+        scattered = trained.keys() & zero.sizes.keys()
+    for name in trained:
+        if name not in scattered:
+            continue
+        size = trained[name]
+        for group in zero.sums(name):
+            if group == zero.group(name):
+                yield Call(group, _SUMS, "reduce_scatter", size * FLOAT32_BYTES, micro_batches)
+                size = zero.sizes[name]
+            elif group != "embedding":
+                yield Call(group, _SUMS, "all_reduce", size * FLOAT32_BYTES, micro_batches)
+    for group in SUM_GROUPS:
         gradients = []
-        for name, size in sizes.items():
-            if kind not in shared.sums(name):
+        for name, size in trained.items():
+            if group not in zero.sums(name):
                 continue
             if name not in scattered:
-                gradients.append(_Numbers(size))
-            elif kind == "embedding":
-                gradients.append(_Numbers(shared.sizes[name]))
+                gradients.append(_Gradient(size, size))
+            elif group == "embedding":
+                gradients.append(_Gradient(zero.sizes[name], zero.sizes[name]))
         for bucket in buckets(gradients, BUCKET_BYTES):
-            yield Call(kind, what, "all_reduce", sum(one.size for one in bucket) * FLOAT32_BYTES, 1)
+            yield Call(group, _SUMS, "all_reduce", sum(each.size for each in bucket) * FLOAT32_BYTES, 1)
 
 
-def _update_calls(config: Config, layout: ModelLayout, shared: ZeroShards, sizes: Mapping[str, int]) -> Iterator[Call]:
+def _update_calls(config: Config, zero: ZeroShards, trained: Mapping[str, int]) -> Iterator[Call]:
     """Yields the gathers of updated weights, and of the directions of matrices that Muon updates."""
-    shapes = {name: layout.parameters[name].shape for name in sizes}
+    shapes = {name: zero.layout.parameters[name].shape for name in trained}
     update_groups = parameter_groups(shapes, config.optimizer)
     by_muon = {name for each in update_groups if each.optimizer == "Muon" for name in each.parameters}
-    for name in sizes:
-        one = layout.parameters[name]
-        if name in by_muon and name in shared.sizes:
-            yield Call(shared.group(name), "Muon", "all_gather", shared.sizes[name] * FLOAT32_BYTES, 1)
+    for name in trained:
+        one = zero.layout.parameters[name]
+        if name in by_muon and name in zero.sizes:
+            yield Call(zero.group(name), "Muon", "all_gather", zero.sizes[name] * FLOAT32_BYTES, 1)
         if name in by_muon and one.by == "tp" and one.shards > 1:
-            yield Call("tp", "Muon", "all_gather", sizes[name] * FLOAT32_BYTES, 1)
-    if shared.level not in ("level1", "level2"):
+            yield Call("tp", "Muon", "all_gather", trained[name] * FLOAT32_BYTES, 1)
+    if zero.level not in ("level1", "level2"):
         return
     for group in SUM_GROUPS:
-        names = [name for name in sizes if shared.group(name) == group and name not in by_muon]
-        updated = sum(shared.sizes.get(name, 0) for name in names)
+        names = [name for name in trained if zero.group(name) == group and name not in by_muon]
+        updated = sum(zero.sizes.get(name, 0) for name in names)
         yield Call(group, "updated weights", "all_gather", updated * FLOAT32_BYTES, bool(updated))
 
 
-def _gathered_weights(job: JobInfo, shared: ZeroShards, where: MeshCoordinate, micro_batches: int) -> Iterator[Call]:
+def _gathered_weights(job: JobInfo, zero: ZeroShards, where: MeshCoordinate, micro_batches: int) -> Iterator[Call]:
     """Yields the gathers of sharded weights before their forward and backward passes."""
     spec = job.spec
-    is_last = where.pipeline == shared.layout.degrees.pipeline_stage - 1
+    is_last = where.pipeline == zero.layout.degrees.pipeline_stage - 1
     modules = spec.mtp_modules * is_last
     lookups = (where.pipeline == 0) + modules
     looks_up = not job.trained.isdisjoint((EMBEDDING, MAPPING_IN))
@@ -213,7 +257,7 @@ def _gathered_weights(job: JobInfo, shared: ZeroShards, where: MeshCoordinate, m
         norm_bias(FINAL_NORM): 2,
     }
     uses[spec.head] = uses.get(spec.head, 0) + 2 * heads
-    for name, size in shared.sizes.items():
+    for name, size in zero.sizes.items():
         times = uses.get(name)
         if times is None:
             layer = int(name.split(".")[2])
@@ -221,4 +265,4 @@ def _gathered_weights(job: JobInfo, shared: ZeroShards, where: MeshCoordinate, m
             if name.endswith(_MODULE_NORM) and layer < last_module:
                 times *= 2
         gathers = times * micro_batches
-        yield Call(shared.group(name), "weights for their use", "all_gather", size * FLOAT32_BYTES, gathers)
+        yield Call(zero.group(name), "weights for their use", "all_gather", size * FLOAT32_BYTES, gathers)

@@ -158,15 +158,15 @@ MULTIPLIED = {"parallel_config.expert_model_parallel": "1"}  # without it the lo
     ("text", "limit", "settings"),
     [
         (UNSHARED, "2.5GB", {"parallel_config.expert_parallel": "8"} | MULTIPLIED),  # on the same ranks
-        (UNSHARED, "1.5GB",
+        (UNSHARED, "1.4GB",
          {"parallel_config.data_parallel": "2", "parallel_config.model_parallel": "4",
           "parallel_config.expert_parallel": "8", "parallel_config.micro_batch_num": "32"} | MULTIPLIED),
         # Explicit mode has no level 3 on an Ascend; in the other one it does not go with experts in this pipeline.
         (EXPLICIT, "1.3GB", {"parallel_config.data_parallel": "1", "parallel_config.context_parallel": "4",
                              "parallel_config.expert_parallel": "8", "parallel_config.micro_batch_num": "64"}),
-        (EXPERTS, "1GB", {"parallel_config.model_parallel": "4", "parallel_config.expert_parallel": "8",
-                          "recompute_config.recompute": "true", "recompute_config.select_recompute": "false"}
-         | MULTIPLIED),
+        (EXPERTS, "0.8GB",
+         {"parallel_config.model_parallel": "4", "parallel_config.expert_parallel": "8",
+          "recompute_config.recompute": "true", "recompute_config.select_recompute": "false"} | MULTIPLIED),
         (FINETUNE.replace("use_parallel: True", ""), "2GB", {"use_parallel": "true"}),
     ],
 )  # fmt: skip
@@ -180,7 +180,7 @@ def test_the_fix_for_memory_is_one_that_the_plan_accepts(text: str, limit: str, 
     assert f"each of {plan.ranks} ranks then needs {plan.memory_bytes['total'] / 2**30:.1f} GiB" in told
 
 
-@pytest.mark.parametrize("limit", ["0.001GB", "0.25GB"])  # too little for weights; too little for activations
+@pytest.mark.parametrize("limit", ["0.001GB", "0.2GB"])  # too little for weights; too little for activations
 def test_a_model_for_which_no_degrees_are_enough_is_said(limit: str):
     told = failure(lambda: plan_of(FINETUNE.replace("58GB", limit)))
     assert "devices with more memory: no degrees help with up to 128 ranks" in told

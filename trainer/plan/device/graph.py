@@ -6,7 +6,7 @@ What is counted is what MindSpore's allocator had in use at the peak of dry runs
 * a copy of each matrix in half precision, from its first use in the forward pass to its last one in the backward pass,
   for each micro-batch under way. What is computed again makes its copies again, one layer at a time. Where ranks share
   the weights, they keep what they have gathered once for all micro-batches (below optimizer level3);
-* on the last stage the logits, four times in float32 when their gradient is made;
+* on the last stage the logits, their one-hot labels and one more such matrix in float32;
 * while a layer's backward pass runs what it has computed again, and gradients inside its feed-forward layer; beside
   what is gathered, gradients that wait to be reduced, in half precision and in float32.
 
@@ -34,7 +34,7 @@ from trainer.parallel.sharding import FLOAT32_BYTES
 from trainer.plan.device.model_facts import ModelFacts
 from trainer.plan.division import micro_batch_tokens
 
-_LOGIT_BYTES = 16  # one-hot labels, softmax, and two while the gradient is made
+_LOGIT_BYTES = 12  # logits, one-hot labels, and one more while they are multiplied or the gradient is made
 _LOSS_BYTES = 8  # of these what a loss keeps for its backward pass
 
 
@@ -102,7 +102,6 @@ def graph_memory(
     share = degrees.model_parallel
     width = number_width(half)
     tokens = micro_batch_tokens(config, degrees)
-    modules = facts.spec.mtp_modules
     again = facts.recomputed(config)
     chunks = stage_chunks(config, degrees, facts, stage)
     is_last = stage == degrees.pipeline_stage - 1
@@ -138,7 +137,7 @@ def graph_memory(
             of_layer = matrices.layers[layer]
             layer_copies = {name: size * copy_width // FLOAT32_BYTES for name, size in of_layer.items()}
             copies[-1] += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
-            if keeps_gathered or "mlp" not in remade:
+            if keeps_gathered:
                 copies[-1] -= matrices.gathered[layer] * copy_width // FLOAT32_BYTES
                 copied_once += matrices.gathered[layer] * copy_width // FLOAT32_BYTES
             inside = sum(sublayers[name].saved for name in remade)
@@ -155,9 +154,9 @@ def graph_memory(
     losses = 0  # what the loss of each other pass under way keeps
     if is_last:
         vocabulary = _local_vocabulary(settings, share)
-        logits = vocabulary * (_LOGIT_BYTES + modules * _LOSS_BYTES)
+        logits = vocabulary * _LOGIT_BYTES  # of one head: a graph computes the gradient of each before the next one
         working = max(working, tokens * (logits + settings.hidden_size * (FLOAT32_BYTES + width)))
-        losses = tokens * vocabulary * _LOSS_BYTES * (1 + modules)
+        losses = tokens * vocabulary * _LOSS_BYTES * (1 + facts.spec.mtp_modules)
     if shares and stage == 0 and degrees.pipeline_stage > 1:
         # The lookup of the last micro-batch under way: the gathered embedding, and rows before they are summed.
         rows = 2 * FLOAT32_BYTES * tokens * settings.hidden_size

@@ -378,7 +378,10 @@ class StepEstimator:
         else:
             parameters = {layer_prefix(layer) + each.spec.name: each.spec for each in facts.layers[layer].parameters}
         job = self._job(config, parameters, degrees)
-        return self._calls(weight_calls(config, world, fullest_rank(degrees, stage), job), links)
+        calls = weight_calls(
+            config, world, fullest_rank(degrees, stage), job, on_host=self.device == "CPU"
+        )  # fmt: skip
+        return self._calls(calls, links)
 
     def _job(self, config: Config, parameters: Mapping[str, ParameterSpec], degrees: Degrees) -> JobInfo:
         """Returns the facts of a job with some of the parameters."""
