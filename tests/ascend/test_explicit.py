@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 from ascend_cases import DENSE, EXPERTS, LATENT, OF_IMAGES, SEMI, on_ascend
 from tolerances import SUMS_BYTES
 
+from trainer.config import parse_config
+from trainer.config.checks.parallel import parallel_degrees, resolve_for_job
 from trainer.dryrun.process import Measurement
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.world import World
+from trainer.plan.division import rank_groups
+from trainer.plan.weight_traffic import JobInfo, weight_calls
 
 Bench = Callable[[str], Measurement]
 
@@ -62,6 +69,7 @@ ONE_RANK = {
     "semi-automatic mode, not used": on_ascend(SEMI, PLAIN | {"use_parallel": False}),
 }  # fmt: skip
 SHARED = {"use_parallel": True, "parallel": {"enable_parallel_optimizer": True}}
+LEVEL2 = {"parallel": SHARED["parallel"] | {"parallel_optimizer_config": {"optimizer_level": "level2"}}}
 TENSOR = {"use_parallel": True, "parallel_config": {"model_parallel": 4}}
 ROWS = {
     "parallel_config": {"model_parallel": 4, "use_seq_parallel": True},
@@ -92,6 +100,7 @@ EIGHT_RANKS = {
     for name, base, more, task in (
         ("data parallel", DENSE, {"use_parallel": True}, f"{TASKS}:training"),
         ("shared state", DENSE, SHARED, f"{TASKS}:training"),
+        ("shared gradients", DENSE, SHARED | LEVEL2, f"{TASKS}:training"),
         ("experts", EXPERTS, {"use_parallel": True}, f"{TASKS}:training"),
         ("tensor parallel", DENSE, TENSOR, f"{TASKS}:training"),
         ("tensor parallel, with all it may have", DENSE, TENSOR | ROWS, f"{TASKS}:training"),
@@ -161,6 +170,27 @@ def test_every_gradient_is_summed_once(bench: Bench) -> None:
     found = bench("data parallel, rank 3 of 8")
     summed = sum(each.bytes for each in found.collectives if each.name == "AllReduce")
     assert summed == pytest.approx(4 * found.found["parameters"], abs=SUMS_BYTES)  # and some numbers beside them
+
+
+@pytest.mark.parametrize("kind", ["shared state", "shared gradients", "all degrees of a stage"])
+def test_the_plan_counts_the_sums_of_sharded_gradients(bench: Bench, kind: str) -> None:
+    """Each gradient is reduce-scattered once a step, or with level2 once a micro-batch; the rest is all-reduced."""
+    name = f"{kind}, rank 3 of 8"
+    world = World(3, 8, 0, 1)
+    config = resolve_for_job(parse_config(name, CASES[name].case.config), world)
+    coordinate = Mesh(parallel_degrees(config, world)).coordinate_of(world.rank)
+    groups = rank_groups(config, world, world.rank)
+    planned = Counter[str]()
+    for call in weight_calls(config, world, coordinate, JobInfo.from_config(config, world), on_host=False):
+        if call.group == "dp_cp" and call.times:
+            planned[call.kind] += call.times * call.input_bytes
+    found = Counter[str]()
+    for each in bench(name).collectives:
+        if each.ranks == tuple(groups["dp_cp"]) and each.dtype == "float32":
+            found[each.name] += each.bytes
+    assert planned["reduce_scatter"] == found["ReduceScatter"] > 0
+    assert planned["all_gather"] == found["AllGather"]
+    assert planned["all_reduce"] == pytest.approx(found["AllReduce"], abs=SUMS_BYTES)
 
 
 def test_a_pass_of_tensor_parallel_ranks(bench: Bench) -> None:
