@@ -155,21 +155,19 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
     graphs = _Graphs(settings, kernels, trained)
     total = graphs.operators(kinds)
     fused = tuple(_fused_operators(spec, choices, device_default_keys, kinds, total, graphs))
-    counts = Counter({node: count for node, count in total.items() if node not in SUPPORT})
     sources = kernel_sources(total)
-    others: list[Other] = []
-    if sources is not None:
-        others = [Other(operator, count, sources[operator]) for operator, count in counts.items()]
-        without_kernel = (other for other in others if other.source in (HOST, NONE, CANN))
-        others = sorted(without_kernel, key=lambda other: (other.source, other.operator))
+    others = [
+        Other(operator, total[operator], source) for operator, source in (sources or {}).items()
+        if operator not in SUPPORT and source in (HOST, NONE, CANN)
+    ]  # fmt: skip
     semi_auto: list[tuple[str, str]] = []
     if is_semi_auto(config):
         semi_auto = semi_auto_rows(config, world)
     return Audit(
         layers=tuple((kind.name, len(layers)) for kind, layers in kinds.items()),
         fused=fused,
-        others=tuple(others),
-        checked=len(total),
+        others=tuple(sorted(others, key=lambda other: (other.source, other.operator))),
+        checked=len(sources or ()),
         semi_auto=tuple(semi_auto),
         limits=tuple(_limits(config, sources is not None)),
     )
@@ -264,7 +262,10 @@ def _fused_operators(
 def _requested_count(
     spec: ModelSpec, operator: str, kernel: str, kinds: dict[_Kind, list[int]], graphs: _Graphs
 ) -> int:
-    """Returns the number of an operator in a step of the whole model if every kernel is the requested one."""
+    """Returns the least number of an operator in a step of the whole model if every kernel is the requested one.
+
+    Outside of layers, and in the first layer with a trained weight, gradients count as they are in the graphs.
+    """
     is_gradient = operator.endswith("Grad")
     total = 0
     if kernel == _NORM:

@@ -85,19 +85,21 @@ def result_lines(results: list[VerifyResult]) -> Iterator[str]:
     text = f"{sum(not one.is_interrupted for one in results)} checked, {damaged or 'none'} damaged"
     if damaged:
         intact = {one.path for one in results if one.is_checkpoint and not one.problem and not one.is_interrupted}
-        if newest := _newest(intact):
-            text += f"; the newest intact checkpoint is {newest}"
+        newest = list(_newest_of_each_folder(intact))
+        if len(newest) == 1:
+            text += f"; the newest intact checkpoint is {newest[0]}"
+        elif newest:
+            text += f"; the newest intact checkpoint of each folder: {', '.join(map(str, newest))}"
     yield text
 
 
-def _newest(intact: set[Path]) -> Path | None:
-    """Returns the checkpoint that was saved last, in the first folder of checkpoints that has an intact one."""
+def _newest_of_each_folder(intact: set[Path]) -> Iterator[Path]:
+    """Yields the checkpoint that was saved last in each folder of checkpoints that has an intact one."""
     for folder in sorted({path.parent for path in intact}):
         others = {path for path in step_folders(folder) if path not in intact}
         newest = newest_complete(folder, without=others)
         if newest is not None:
-            return newest
-    return None
+            yield newest
 
 
 def _folders(path: Path) -> Iterator[Path]:

@@ -18,11 +18,20 @@ from trainer.config.schema.model import ModelConfig
 from trainer.config.teacher import teacher_run
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
-from trainer.models.spec.names import EMBEDDING, MAPPING_IN, MAPPING_OUT, adapter_names, sublayer_of
+from trainer.models.spec.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    MAPPING_IN,
+    MAPPING_OUT,
+    adapter_names,
+    norm_bias,
+    sublayer_of,
+)
 from trainer.optim.freeze import frozen_names
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.config.schema.images import ClassifierConfig
 
 
 Operator: TypeAlias = Literal["products", "experts", "attention"]
@@ -57,15 +66,27 @@ def flops_per_sequence(config: Config) -> float:
     is no backward pass. Adapters count like other matrices. With a teacher its forward pass counts, too.
     """
     network = config.network
-    if not isinstance(network, ModelConfig):  # the data need no gradient
-        sizes = enumerate(math.prod(shape) for shape in network.linears.values())
-        return sum(Products(size, config.trains and layer > 0, config.trains).flops for layer, size in sizes)
+    if not isinstance(network, ModelConfig):
+        return sum(each.flops for each in _classifier_products(config, network))
     taught = 0.0
     teacher = teacher_run(config)
     if teacher is not None:
         taught = flops_per_sequence(teacher)
     layers, ends = decoder_products(config)
     return taught + config.decoder.seq_length * sum(each.flops for part in (*layers, ends) for each in part)
+
+
+def _classifier_products(config: Config, network: ClassifierConfig) -> Iterator[Products]:
+    """Yields the products of a classifier of images, which need no gradient themselves."""
+    frozen: Collection[str] = ()
+    if config.trains:
+        frozen = frozen_names(config)
+    reached = False
+    for name, shape in network.linears.items():
+        weight = f"{name}.weight"
+        trained = {each for each in (weight, f"{name}.bias") if config.trains and each not in frozen}
+        yield Products(math.prod(shape), reached, weight in trained)
+        reached |= bool(trained)
 
 
 def decoder_products(config: Config) -> tuple[list[list[Products]], list[Products]]:
@@ -83,11 +104,16 @@ def decoder_products(config: Config) -> tuple[list[list[Products]], list[Product
         list(_layer_products(spec, layer, length, frozen, trains and layer >= first))
         for layer in range(len(spec.layers))
     ]
+    trained = parameters.keys() - frozen
     ends = []
-    for name, passes in ((MAPPING_IN, 1), (MAPPING_OUT, 1), (spec.head, 1 + spec.mtp_modules)):
+    if MAPPING_IN in parameters:
+        size = math.prod(parameters[MAPPING_IN].shape)
+        ends.append(Products(size, trains and EMBEDDING in trained, MAPPING_IN in trained))
+    reached = trains and (first < len(layers) or not trained.isdisjoint((FINAL_NORM, norm_bias(FINAL_NORM))))
+    for name, passes in ((MAPPING_OUT, 1), (spec.head, 1 + spec.mtp_modules)):
         if name in parameters:
-            reached = trains and (name != MAPPING_IN or EMBEDDING not in frozen)
-            ends.append(Products(passes * math.prod(parameters[name].shape), reached, trains and name not in frozen))
+            ends.append(Products(passes * math.prod(parameters[name].shape), reached, name in trained))
+            reached |= name in trained
     for parameter in spec.adapter_parameters:
         if parameter.name != adapter_names(EMBEDDING.removesuffix(".weight"))[0]:  # its rows are looked up
             ends.append(Products(math.prod(parameter.shape), trains, trains and parameter.name not in frozen))

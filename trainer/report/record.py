@@ -144,7 +144,10 @@ class RunReader:
         updated = _modified(self.folder / METRICS_FILE)
         state, outcome = _state(starts, updated)
         notes = [config_note, starts_note, _metrics_note(self.folder / METRICS_FILE, metrics)]
-        if state != "running":
+        if self._metrics.problem:
+            rule = f"cannot be read: {self._metrics.problem}"
+            notes.append(f"{self.folder / METRICS_FILE}: {rule}; the run is shown without its steps")
+        elif state != "running":
             notes.append(_missing_steps_note(self.folder / METRICS_FILE, self._metrics, starts))
         return RunData(
             folder=self.folder,
@@ -200,8 +203,6 @@ def _read_config(path: Path) -> tuple[Config | None, dict[str, Any], str]:
 
 def _missing_steps_note(path: Path, reader: MetricsReader, starts: tuple[RunStart, ...]) -> str:
     """Returns a note if the metrics of a run that has ended lack steps that it did, or end within a line."""
-    if reader.problem:
-        return f"{path}: cannot be read: {reader.problem}; the run is shown without its steps"
     end_step = max((start.end_step for start in starts), default=0)
     if reader.metrics.last_step < end_step:
         return f"{path}: ends at step {reader.metrics.last_step}, but the run ended at step {end_step}"

@@ -404,13 +404,32 @@ def test_a_cache_that_cannot_be_written_is_not_needed(cache: Path) -> None:
     assert find_library.__wrapped__().library is not None
 
 
+@pytest.mark.skipif(not find_compiler(), reason="no compiler")
+def test_a_damaged_library_is_replaced(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In another cache: the linker knows a library that it has loaded by its path."""
+    assert find_library.__wrapped__().library is not None
+    [library] = cache.iterdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    damaged = tmp_path / "another" / "run_trainer" / library.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(library.read_bytes()[:100])
+    assert find_library.__wrapped__().library is not None
+    assert not damaged.exists()
+    assert find_library.__wrapped__().library is not None
+    assert damaged.stat().st_size == library.stat().st_size
+
+
 def test_a_compiler_that_fails_leaves_numpy(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "broken-cc"
-    compiler.write_text("#!/bin/sh\necho 'rowwise.c: error: no such instruction' >&2\nexit 1\n")
+    calls = tmp_path / "calls"
+    compiler.write_text(
+        f"#!/bin/sh\necho called >> {calls}\necho 'rowwise.c: error: no such instruction' >&2\nexit 1\n"
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     found = find_library.__wrapped__()
     assert found.library is None and "no such instruction" in found.text
+    assert calls.read_text() == "called\n"
     assert not list(cache.glob("*"))
     monkeypatch.setenv("CC", "")
     assert find_library.__wrapped__() == (None, "there is no C compiler")

@@ -76,6 +76,9 @@ def test_whole_and_damaged_checkpoints_and_the_newest_to_use(tmp_path: Path, cap
     assert f"interrupted {folder}/step-00000009" in printed
     assert printed.endswith(f"3 checked, 1 damaged; the newest intact checkpoint is {paths[1]}\n")
     assert command(capsys, folder / "best")[0] == 0
+    other = save(tmp_path / "output" / "more", 900)
+    printed = command(capsys, tmp_path / "output")[1]
+    assert printed.endswith(f"4 checked, 1 damaged; the newest intact checkpoint of each folder: {paths[1]}, {other}\n")
     assert command(capsys, folder / "step-00000009")[0] == 1, "a checkpoint that is asked for by name must be whole"
     code, printed = command(capsys, paths[2], "--json")
     assert code == 1 and json.loads(printed)[0]["problem"].startswith("the checksum of config.json")

@@ -111,6 +111,16 @@ def test_images_need_no_gradient() -> None:
     config = parse_config("a.yaml", NO_DECODER_TEXT)
     weights = [outputs * inputs for outputs, inputs in config.network.linears.values()]
     assert flops_per_sequence(config) == 6 * sum(weights) - 2 * weights[0]
+    *_, last = config.network.linears
+    frozen = parse_config("a.yaml", f"{NO_DECODER_TEXT}freeze: {{include: ['*'], exclude: ['{last}.*']}}")
+    assert flops_per_sequence(frozen) == 2 * sum(weights) + 2 * weights[-1]
+
+
+def test_a_head_that_is_trained_alone_sends_no_gradient_back() -> None:
+    forward = flops(run_mode="eval", eval_dataset="{data_loader: {type: SyntheticDataset, num_samples: 7}}")
+    assert flops(freeze="{include: ['*'], exclude: [lm_head.weight]}") == forward + 2 * V * H
+    norm_too = "{include: ['*'], exclude: [lm_head.weight, model.norm.weight]}"
+    assert flops(freeze=norm_too) == forward + 4 * V * H
 
 
 # ---- the peak --------------------------------------------------------------------------------------------------------

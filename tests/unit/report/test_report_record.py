@@ -252,6 +252,16 @@ def test_a_damaged_file_of_a_run_is_a_note_of_runs_and_of_the_report(
     assert any(re.search(note, shown) for shown in report_data(read_run(tmp_path))["notes"])
 
 
+def test_a_running_run_says_that_its_metrics_cannot_be_read(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    (tmp_path / "metrics.jsonl").mkdir()
+    record = read_run(tmp_path)
+    assert record.state == "running"
+    [note] = record.notes
+    assert note == f"{tmp_path}/metrics.jsonl: cannot be read: Is a directory; the run is shown without its steps"
+
+
 def test_a_date_that_is_none(tmp_path: Path) -> None:
     begin(tmp_path)
     text = (tmp_path / "run.json").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -24,7 +25,7 @@ _TIMEOUT_SECONDS = 60
 
 
 class CompiledLibrary(NamedTuple):
-    """The library, or None and the reason why there is none."""
+    """The library and its compiler, or None and the reason why there is none."""
 
     library: ctypes.CDLL | None
     text: str
@@ -47,7 +48,7 @@ def find_library() -> CompiledLibrary:
     try:
         return CompiledLibrary(_load_or_build(name, [*compiler, *flags]), f"compiled with {compiler[0]}")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return CompiledLibrary(None, f"{compiler[0]} cannot compile the functions of {FOLDER.name}: {error}")
+        return CompiledLibrary(None, f"{compiler[0]} cannot compile the C functions of {FOLDER}: {error}")
 
 
 def _instructions() -> tuple[str, ...]:
@@ -71,8 +72,11 @@ def _load_or_build(name: str, command: list[str]) -> ctypes.CDLL:
     try:
         build_once(target, lambda path: compile_library(path, command))
         return ctypes.CDLL(str(target))
-    except (OSError, RuntimeError):
-        # There is no home, or it cannot be written: the library lives as long as the process.
+    except OSError:
+        # There is no home, it cannot be written, or the file is damaged: the library lives as long as the process, and
+        # the next process builds the file again.
+        with contextlib.suppress(OSError):
+            target.unlink()
         with tempfile.TemporaryDirectory(prefix="functions-") as building:
             target = Path(building) / name
             compile_library(target, command)
