@@ -37,7 +37,7 @@ def drawn_masks(monkeypatch: pytest.MonkeyPatch) -> list[DrawnMask]:
 
     def draw_probabilities(self: LayerDropout, *place: object) -> np.ndarray:
         mask = probabilities(self, *place)
-        drawn.append(DrawnMask(self.key, self.site, mask.shape, self.rate))
+        drawn.append(DrawnMask(self.key, self.attention_site, mask.shape, self.attention_rate))
         return mask
 
     for module in (plain, dropout):  # of the residual stream, and of the scores

@@ -73,7 +73,7 @@ def on_two_ranks(case: Case, sequence_parallel: bool, dtype: type = np.float32) 
         tensor = TensorParallel(group, sequence_parallel)
         [layer] = model_spec(case.settings).local(RANKS, group.rank).layers
         shard = RankModelShard(layout, where(group.rank), tensor)
-        weights = {name: np.ascontiguousarray(layout.shard(LAYER + name, shard.where).of(array))
+        weights = {name: np.ascontiguousarray(layout.shard(LAYER + name, shard.coordinate).of(array))
                    for name, array in case.weights.items()}  # fmt: skip
         if dtype != np.float32:
             weights = narrowed(weights, dtype)

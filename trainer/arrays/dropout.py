@@ -1,4 +1,5 @@
-"""Dropout masks of the rows and heads that a thread computes: the bits of `trainer.ops.dropout.dropout_mask`; noise.
+"""Draws the dropout masks of the rows and heads that a thread computes, with the bits of
+`trainer.ops.dropout.dropout_mask`, and the noise of embeddings (NEFTune).
 
 A mask is a sequence of random numbers from a counter, of which any piece can be drawn without the others: no array ever
 holds a full mask. Philox gives eight 32-bit numbers for each count.
@@ -55,9 +56,9 @@ class LayerDropout:
     ) -> None:  # fmt: skip
         self.key = key
         self.sites = sites
-        self.site, self.rate = probabilities
+        self.attention_site, self.attention_rate = probabilities
         self.heads = heads
-        self.kept: dict[tuple[int, ...], np.ndarray] = {}
+        self.stored_bits: dict[tuple[int, ...], np.ndarray] = {}
 
     def rows(self, name: str, rows: slice, width: int) -> np.ndarray:
         """Returns the factors of some rows of this rank at a site, float32 [n, width]: 0 or 1 / (1 - rate)."""
@@ -73,9 +74,9 @@ class LayerDropout:
 
     def probabilities(
         self, sequence: int, queries: slice, heads: slice, kv_heads: int, groups: int, keys: slice, length: int,
-        keep: bool,
+        store: bool,
     ) -> np.ndarray:  # fmt: skip
-        """Returns the factors of attention probabilities, float32 [key heads, groups, Q, S].
+        """Returns the factors of attention probabilities, float32 [key/value heads, groups, Q, S].
 
         Args:
             sequence: Number of the sequence in the micro-batch.
@@ -83,34 +84,34 @@ class LayerDropout:
             heads: Key/value heads of this rank.
             kv_heads, groups: How many key/value heads the rank has, and query heads for each of them.
             length: T.
-            keep: Keep a bit of each number for the next call for these probabilities: to draw them again would take ten
-                times as long.
+            store: Store a bit of each number for the next call for these probabilities: to draw them again would take
+                ten times as long.
         """
-        first_key = 0
+        first_kv_head = 0
         first_query = 0
-        all_keys = kv_heads
+        all_kv_heads = kv_heads
         all_groups = groups
         if self.heads is not None:
-            all_keys = self.heads.kv_heads
+            all_kv_heads = self.heads.kv_heads
             all_groups = self.heads.heads // self.heads.kv_heads
-            first_key, first_query = divmod(self.heads.number * self.heads.local_heads, all_groups)
+            first_kv_head, first_query = divmod(self.heads.number * self.heads.local_heads, all_groups)
         count = queries.stop - queries.start
         # The mask is [B * K, T * G, T].
         row = all_groups * length
         factors = np.empty((heads.stop - heads.start, groups, count, keys.stop - keys.start), np.float32)
         for place, head in enumerate(range(heads.start, heads.stop)):
-            name = sequence, head, queries.start, queries.stop, keys.start, keys.stop
-            if name in self.kept:
-                survives = np.unpackbits(self.kept.pop(name), -1, factors.shape[-1]).view(bool)
-                _write_factors(survives, self.rate, factors[place])
+            mask_id = sequence, head, queries.start, queries.stop, keys.start, keys.stop
+            if mask_id in self.stored_bits:
+                survives = np.unpackbits(self.stored_bits.pop(mask_id), -1, factors.shape[-1]).view(bool)
+                _write_factors(survives, self.attention_rate, factors[place])
                 continue
-            first = ((sequence * all_keys + first_key + head) * length + queries.start) * row
-            bits = draw_mask_bits(self.key, self.site, first, count * row).reshape(count, all_groups, length)
+            first = ((sequence * all_kv_heads + first_kv_head + head) * length + queries.start) * row
+            bits = draw_mask_bits(self.key, self.attention_site, first, count * row).reshape(count, all_groups, length)
             seen = bits[:, first_query : first_query + groups, keys]
-            survives = seen.transpose(1, 0, 2) >= keep_threshold(self.rate)
-            if keep:
-                self.kept[name] = np.packbits(survives, -1)
-            _write_factors(survives, self.rate, factors[place])
+            survives = seen.transpose(1, 0, 2) >= keep_threshold(self.attention_rate)
+            if store:
+                self.stored_bits[mask_id] = np.packbits(survives, -1)
+            _write_factors(survives, self.attention_rate, factors[place])
         return factors
 
 

@@ -23,7 +23,7 @@ from trainer.storage.quantized import QuantizedArray
 if TYPE_CHECKING:
     from trainer.arrays.tiles import Scratch
 
-_NUMBERS = 1 << 16  # that a thread decompresses at once: they stay in its cache
+_BLOCK_ELEMENTS = 1 << 16  # that a thread decompresses at once: they stay in its cache
 _ALIGNED = 64  # numbers: a matrix begins at a cache line
 _THREAD = threading.local()
 
@@ -40,40 +40,40 @@ def stored_operands(
     """
     operands: dict[str, np.ndarray | StoredMatrix] = {}
     sizes: dict[str, int] = {}
-    for name, (numbers, dtype) in stored.items():
-        if numbers.dtype == "bfloat16" and dtype == BFLOAT16:
-            operands[name] = numbers.codes.reshape(numbers.shape)
+    for name, (matrix, dtype) in stored.items():
+        if matrix.dtype == "bfloat16" and dtype == BFLOAT16:
+            operands[name] = matrix.codes.reshape(matrix.shape)
         elif name in by_rows:
-            operands[name] = StoredMatrix(numbers, dtype)
+            operands[name] = StoredMatrix(matrix, dtype)
         else:
-            sizes[name] = -(-numbers.size // _ALIGNED) * _ALIGNED * np.dtype(dtype).itemsize // 4
+            sizes[name] = -(-matrix.size // _ALIGNED) * _ALIGNED * np.dtype(dtype).itemsize // 4
     memory = scratch.take_for_part(sum(sizes.values()))
     end = 0
     for name, size in sizes.items():
-        numbers, dtype = stored[name]
-        flat: np.ndarray = memory[end : end + size].view(dtype)[: numbers.size]
+        matrix, dtype = stored[name]
+        flat: np.ndarray = memory[end : end + size].view(dtype)[: matrix.size]
         end += size
-        decompress(numbers, flat)
-        operands[name] = flat.reshape(numbers.shape)
+        decompress(matrix, flat)
+        operands[name] = flat.reshape(matrix.shape)
     return operands
 
 
-def decompress(numbers: QuantizedArray, flat: np.ndarray) -> None:
+def decompress(matrix: QuantizedArray, flat: np.ndarray) -> None:
     """Writes a matrix, or stacked matrices, to a flat array in the dtype of products."""
     host_threads().run(
-        row_blocks(slice(0, flat.size), _NUMBERS), lambda part, thread: _read(numbers, part, flat[part])
+        row_blocks(slice(0, flat.size), _BLOCK_ELEMENTS), lambda part, thread: _read(matrix, part, flat[part])
     )
 
 
-def _read(numbers: QuantizedArray, part: slice, out: np.ndarray) -> None:
-    """Writes numbers of the flattened matrix to `out`, rounded to its dtype; `part` begins at a multiple of `BLOCK`."""
-    if numbers.dtype == "bfloat16" and out.dtype == np.float32:
-        operators().cast(numbers.codes[part], out)
+def _read(matrix: QuantizedArray, part: slice, out: np.ndarray) -> None:
+    """Writes elements of a flattened matrix to `out`, rounded to its dtype; `part` begins at a multiple of `BLOCK`."""
+    if matrix.dtype == "bfloat16" and out.dtype == np.float32:
+        operators().cast(matrix.codes[part], out)
         return
     wide = out
     if out.dtype != np.float32:
         wide = _scratch(out.size)
-    numbers.read(part.start, wide)
+    matrix.read(part.start, wide)
     to_bfloat16_if_needed(wide, out)
 
 
@@ -89,26 +89,26 @@ class StoredMatrix:
     """A large matrix in bfloat16 whose rows products take in another dtype.
 
     Attributes:
-        numbers: The matrix, [rows, columns].
-        dtype: Dtype of the products.
+        quantized: The matrix, [rows, columns].
+        dtype: Dtype of the products: float32 or float16.
     """
 
-    def __init__(self, numbers: QuantizedArray, dtype: type) -> None:
-        assert numbers.dtype == "bfloat16", "rows of others do not begin with a block"
-        self.numbers = numbers
+    def __init__(self, quantized: QuantizedArray, dtype: type) -> None:
+        assert quantized.dtype == "bfloat16", "rows of others do not begin with a block"
+        self.quantized = quantized
         self.dtype: np.dtype = np.dtype(dtype)
-        self.shape = numbers.shape
+        self.shape = quantized.shape
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def look_up(self, places_N: np.ndarray, out_NE: np.ndarray) -> None:
         """Writes rows of the matrix to a float32 array."""
-        rows_NE = np.take(self.numbers.codes.reshape(self.shape), places_N, axis=0, mode="clip")
+        rows_NE = np.take(self.quantized.codes.reshape(self.shape), places_N, axis=0, mode="clip")
         out_NE[...] = as_float32(rows_NE)  # oneDNN would compile code for each number of rows
 
     def read_rows(self, rows: slice) -> np.ndarray:
-        """Returns some rows in memory of this thread, valid until the thread's next call."""
+        """Returns some rows in the dtype of products; the thread's next call may overwrite them."""
         wide = self._read_wide(rows, _scratch((rows.stop - rows.start) * self.shape[1]))
         if self.dtype == np.float32:
             return wide
@@ -125,11 +125,11 @@ class StoredMatrix:
             else:
                 out[part] = self.read_rows(from_start)
 
-        host_threads().run(row_blocks(slice(0, len(out)), max(1, _NUMBERS // self.shape[1])), read)
+        host_threads().run(row_blocks(slice(0, len(out)), max(1, _BLOCK_ELEMENTS // self.shape[1])), read)
 
     def _read_wide(self, rows: slice, flat: np.ndarray) -> np.ndarray:
         width = self.shape[1]
-        _read(self.numbers, slice(rows.start * width, rows.stop * width), flat)
+        _read(self.quantized, slice(rows.start * width, rows.stop * width), flat)
         return flat.reshape(-1, width)
 
 

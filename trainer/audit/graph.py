@@ -45,7 +45,7 @@ class Node(NamedTuple):
 
 
 class FunctionalDecoder(DecoderForward):
-    """A decoder as one function of its inputs and weights. An exported file would contain all values of Parameters.
+    """A decoder as one function of its inputs and weights: an exported file would contain the values of Parameters.
 
     The routing must be part of the graph (`use_gmm` on Ascend), because the host does nothing while a graph runs.
 
@@ -84,7 +84,7 @@ class FunctionalDecoder(DecoderForward):
 
         Args:
             inputs: ids_N, labels_N, valid_N1 of `ModelInputs`.
-            tables, masks: The fields of `ModelInputs`.
+            tables, masks: The fields `tables` and `mask` of `ModelInputs`.
             sequence_weights: The field of `ModelInputs`; empty for a dense model.
             mtp: The three tensors of `MtpInputs` for each module.
             dropped: For each layer three dropout masks or None, and the masks of its adapters.
@@ -133,7 +133,7 @@ class _Layer(nn.Cell):
             self.experts = MoeLayer(settings, kernels, compiled=False)
             self.capacity = settings.experts.capacity(tokens)
 
-    def construct(self, x_ND: Tensor, shared: tuple, dropped: tuple, block: tuple, experts: tuple) -> Tensor:
+    def construct(self, x_ND: Tensor, shared: tuple, dropped: tuple, block: tuple, experts: tuple) -> tuple:
         """Returns x_ND after the layer, and the auxiliary loss and the z-loss of a MoE layer."""
         tables, masks, sequence_weights = shared
         if not self.has_experts:
@@ -175,7 +175,7 @@ class _Flat(nn.Cell):
             filled += (self.fill(group, arguments),)
         return self.decoder(*filled)
 
-    def fill(self, group: tuple, arguments: Tensor) -> tuple:
+    def fill(self, group: tuple, arguments: tuple[Tensor, ...]) -> tuple:
         """Replaces numbers in a structure by the arguments."""
         filled = ()
         for item in group:

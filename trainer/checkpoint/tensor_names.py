@@ -24,9 +24,9 @@ TeleChat2  transformer.h.N.self_attention.key_value [2K d, D]:   model.layers.N.
            of each head the key's rows, then the value's
 =========  ====================================================  =============================================
 
-All forms can be read, ChatGLM's also under MindSpore Transformers' names, joined or not. Only the first form and those
-of Mixtral, GLM, Phi3, Granite, Qwen2-MoE and ERNIE 4.5 are written: classes of transformers find no other names.
-transformers 5 has the form "fused" in memory and can write it. `trainer.config.families` has the names.
+All forms can be read, ChatGLM's also under MindSpore Transformers' names, joined or not. What is written are the names
+that the classes of transformers look for: not those of ChatGLM and TeleChat2, and not the form "fused", which
+transformers 5 has in memory and can write. `trainer.config.families` has the names.
 
 H query heads, K key/value heads of d numbers, E experts, F width of an expert or feed-forward layer, S width of the
 shared experts, D hidden size.

@@ -147,7 +147,7 @@ class Monitor:
         """Receives a note for the user: a sentence or a few lines."""
 
     def close(self, summary: RunSummary | None) -> None:
-        """Releases resources at the end of the run; ``summary`` is None if the run failed."""
+        """Releases resources at the end of the run; ``summary`` is None if the run failed or had nothing to do."""
 
 
 def step_record(metrics: StepMetrics) -> dict[str, object]:

@@ -2,8 +2,8 @@
 
 They are used where no fused operator exists, for `context.mode 1` on a CPU, and beside decoders. MindSpore has a
 sharding rule for every operator here. On an Ascend all have a current kernel (aclnn), except P.Gather of the tables in
-a graph. Semi-automatic mode shards the operators of the forward pass and derives the backward pass from the shards, so
-almost no gradient is written by hand here.
+a graph, and ScatterUpdate, which only a CPU uses. Semi-automatic mode shards the operators of the forward pass and
+derives the backward pass from the shards, so almost no gradient is written by hand here.
 
 A result of SplitWithSize must not be concatenated directly, or after a reshape alone: in eager mode on a CPU,
 MindSpore 2.10 then computes wrong gradients, without an error (tests/parity/test_kernels.py shows it).

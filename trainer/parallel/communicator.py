@@ -41,7 +41,7 @@ class Communicator:
         groups: The groups of this rank, where ranks shard a model by its matrices, experts, tokens or stages; None:
             each rank is a replica of the model with different batches.
         layout: How they shard the model; None without `groups`.
-        where: This rank's coordinate in the mesh; None without `groups`.
+        coordinate: This rank's coordinate in the mesh; None without `groups`.
         shard_groups: The groups of this rank where only some data-parallel ranks share the shards of ZeRO; None: all.
 
     Attributes:
@@ -58,27 +58,27 @@ class Communicator:
         group: ProcessGroup | None = None,
         groups: ProcessGroups | None = None,
         layout: ModelLayout | None = None,
-        where: MeshCoordinate | None = None,
+        coordinate: MeshCoordinate | None = None,
         shard_groups: ProcessGroups | None = None,
     ) -> None:
         self.group: ProcessGroup = group or CpuGroup(Connections(0, {}), [0])
         self.groups = groups
         self.layout = layout
-        self.where = where
+        self.coordinate = coordinate
         self.shard_groups = shard_groups
         self.rank = self.group.rank
         self.size = self.group.size
         self.shards_model = groups is not None
-        if groups is None or layout is None or where is None:
+        if groups is None or layout is None or coordinate is None:
             self.data_rank = self.rank
             self.skips_empty = True
             self.reports_losses = True
             self.reports_tokens = True
         else:
-            self.data_rank = where.data
+            self.data_rank = coordinate.data
             self.skips_empty = groups.ep is None
-            self.reports_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
-            self.reports_tokens = self.reports_losses and where.context == 0
+            self.reports_losses = coordinate.tensor == 0 and coordinate.pipeline == layout.degrees.pipeline_stage - 1
+            self.reports_tokens = self.reports_losses and coordinate.context == 0
 
     def all_reduce_exact(self, values: Sequence[float]) -> list[float]:
         """Sums numbers over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
@@ -175,9 +175,9 @@ class Communicator:
             replicas = getattr(self.shard_groups, SHARD_GROUPS[self._data_group(name)][1])
             if replicas is not None and replicas.rank > 0:
                 return False
-        if self.layout is None or self.where is None:
+        if self.layout is None or self.coordinate is None:
             return is_sharded or self.rank == 0
-        return self.layout.is_first_holder(name, self.where, is_sharded)
+        return self.layout.is_first_holder(name, self.coordinate, is_sharded)
 
 
 def data_parallel(group: ProcessGroup, sharding: int = 0) -> Communicator:

@@ -71,30 +71,30 @@ class ModelLayout:
     degrees: Degrees
     parameters: Mapping[str, ParameterLayout]
 
-    def holds(self, name: str, where: MeshCoordinate) -> bool:
+    def holds(self, name: str, coordinate: MeshCoordinate) -> bool:
         """Returns whether the stage of a rank has this parameter."""
-        return where.pipeline in self.parameters[name].stages
+        return coordinate.pipeline in self.parameters[name].stages
 
-    def shard(self, name: str, where: MeshCoordinate) -> Shard:
+    def shard(self, name: str, coordinate: MeshCoordinate) -> Shard:
         """Returns the shard of a parameter that a rank of one of its stages has."""
         one = self.parameters[name]
         shape = list(one.shape)
         start = [0] * len(one.shape)
         if one.shards > 1:
-            rows = shard_range(one.shape[one.dimension], self._shard_index(one, where), one.shards)
+            rows = shard_range(one.shape[one.dimension], self._shard_index(one, coordinate), one.shards)
             start[one.dimension] = rows.start
             shape[one.dimension] = rows.stop - rows.start
         return Shard(tuple(start), tuple(shape))
 
-    def shard_spec(self, name: str, where: MeshCoordinate) -> ShardSpec:
+    def shard_spec(self, name: str, coordinate: MeshCoordinate) -> ShardSpec:
         """Returns the spec of the shard of a parameter that a rank has: global shape and shard."""
-        return ShardSpec(self.parameters[name].shape, self.shard(name, where))
+        return ShardSpec(self.parameters[name].shape, self.shard(name, coordinate))
 
-    def local_shapes(self, where: MeshCoordinate) -> dict[str, tuple[int, ...]]:
+    def local_shapes(self, coordinate: MeshCoordinate) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of a rank's shards by the parameters' names, in forward order."""
-        return {name: self.shard(name, where).shape for name in self.parameters if self.holds(name, where)}
+        return {name: self.shard(name, coordinate).shape for name in self.parameters if self.holds(name, coordinate)}
 
-    def is_first_holder(self, name: str, where: MeshCoordinate, sharded: bool = False) -> bool:
+    def is_first_holder(self, name: str, coordinate: MeshCoordinate, sharded: bool = False) -> bool:
         """Returns whether this rank is the first of the ranks with the same shard of a parameter.
 
         This rank counts the shard's gradient in norms and writes the shard to a checkpoint.
@@ -104,25 +104,26 @@ class ModelLayout:
                 each of them counts and writes its range.
         """
         one = self.parameters[name]
-        if where.pipeline != one.stages[0]:
+        if coordinate.pipeline != one.stages[0]:
             return False
         if one.by == "ep":
-            return sharded or self._expert_rank(where) < self.degrees.expert_parallel
-        return where.tensor % self._copies(one) == 0 and (sharded or not (where.data or where.context))
+            return sharded or self._expert_rank(coordinate) < self.degrees.expert_parallel
+        return coordinate.tensor % self._copies(one) == 0 and (sharded or not (coordinate.data or coordinate.context))
 
-    def _shard_index(self, one: ParameterLayout, where: MeshCoordinate) -> int:
+    def _shard_index(self, one: ParameterLayout, coordinate: MeshCoordinate) -> int:
         if one.by == "ep":
-            return self._expert_rank(where) % self.degrees.expert_parallel
-        return where.tensor // self._copies(one)
+            return self._expert_rank(coordinate) % self.degrees.expert_parallel
+        return coordinate.tensor // self._copies(one)
 
     def _copies(self, one: ParameterLayout) -> int:
         """Returns how many ranks of a tensor group have the same shard."""
         return self.degrees.model_parallel // one.shards
 
-    def _expert_rank(self, where: MeshCoordinate) -> int:
+    def _expert_rank(self, coordinate: MeshCoordinate) -> int:
         """Returns the index of a rank in its stage: MoE layers see data, context and tensor axis as one."""
         degrees = self.degrees
-        return (where.data * degrees.context_parallel + where.context) * degrees.model_parallel + where.tensor
+        row = coordinate.data * degrees.context_parallel + coordinate.context
+        return row * degrees.model_parallel + coordinate.tensor
 
 
 def model_layout(

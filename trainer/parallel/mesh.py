@@ -104,11 +104,12 @@ class Mesh:
         first = rank - rank // stride % size * stride
         return range(first, first + size * stride, stride)
 
-    def rank_at(self, where: MeshCoordinate) -> int:
+    def rank_at(self, coordinate: MeshCoordinate) -> int:
         """Returns the rank at a coordinate."""
         degrees = self.degrees
-        row = (where.pipeline * degrees.data_parallel + where.data) * degrees.context_parallel + where.context
-        return row * degrees.model_parallel + where.tensor
+        replica = coordinate.pipeline * degrees.data_parallel + coordinate.data
+        row = replica * degrees.context_parallel + coordinate.context
+        return row * degrees.model_parallel + coordinate.tensor
 
     def coordinate_of(self, rank: int) -> MeshCoordinate:
         """Returns the coordinate of a rank."""

@@ -134,7 +134,7 @@ class RankModelShard(NamedTuple):
     """
 
     layout: ModelLayout
-    where: MeshCoordinate
+    coordinate: MeshCoordinate
     tensor: TensorParallel | None = None
     experts: ProcessGroup | None = None
     tokens: ContextShard = ContextShard(0, 1)
@@ -144,11 +144,11 @@ class RankModelShard(NamedTuple):
 
     def holds(self, name: str) -> bool:
         """Returns whether the rank has this parameter or a shard of it."""
-        return self.layout.holds(name, self.where)
+        return self.layout.holds(name, self.coordinate)
 
     def shard_spec(self, name: str) -> ShardSpec:
         """Returns the spec of the rank's shard of a parameter."""
-        return self.layout.shard_spec(name, self.where)
+        return self.layout.shard_spec(name, self.coordinate)
 
 
 class TensorShardedMatrices(NamedTuple):

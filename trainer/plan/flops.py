@@ -11,7 +11,7 @@ softmax, the optimizer, recomputation, masked pairs of packed documents, padding
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from trainer.config.schema.model import ModelConfig
@@ -31,7 +31,6 @@ from trainer.optim.freeze import frozen_names
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.config.schema.images import ClassifierConfig
 
 
 Operator: TypeAlias = Literal["products", "experts", "attention"]
@@ -67,7 +66,7 @@ def flops_per_sequence(config: Config) -> float:
     """
     network = config.network
     if not isinstance(network, ModelConfig):
-        return sum(each.flops for each in _classifier_products(config, network))
+        return sum(each.flops for each in _image_products(config, network.linears))
     taught = 0.0
     teacher = teacher_run(config)
     if teacher is not None:
@@ -76,13 +75,13 @@ def flops_per_sequence(config: Config) -> float:
     return taught + config.decoder.seq_length * sum(each.flops for part in (*layers, ends) for each in part)
 
 
-def _classifier_products(config: Config, network: ClassifierConfig) -> Iterator[Products]:
-    """Yields the products of a classifier of images, which need no gradient themselves."""
+def _image_products(config: Config, linears: Mapping[str, tuple[int, int]]) -> Iterator[Products]:
+    """Yields the products of a model of images, which need no gradient themselves."""
     frozen: Collection[str] = ()
     if config.trains:
         frozen = frozen_names(config)
     reached = False
-    for name, shape in network.linears.items():
+    for name, shape in linears.items():
         weight = f"{name}.weight"
         trained = {each for each in (weight, f"{name}.bias") if config.trains and each not in frozen}
         yield Products(math.prod(shape), reached, weight in trained)

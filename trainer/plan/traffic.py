@@ -85,13 +85,13 @@ def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | Non
 
 
 def rank_traffic(
-    config: Config, world: World, device: str, where: MeshCoordinate, job: JobInfo | None = None
+    config: Config, world: World, device: str, coordinate: MeshCoordinate, job: JobInfo | None = None
 ) -> tuple[CommVolume, ...]:
     """Returns what one rank sends in a step whose micro-batches all have loss tokens."""
-    rank = Mesh(parallel_degrees(config, world)).rank_at(where)
+    rank = Mesh(parallel_degrees(config, world)).rank_at(coordinate)
     groups = rank_groups(config, world, rank)
     volumes: dict[tuple[str, str, Collective], tuple[int, int]] = {}
-    for call in _calls(config, world, device, where, job or JobInfo.from_config(config, world)):
+    for call in _calls(config, world, device, coordinate, job or JobInfo.from_config(config, world)):
         ranks = groups[call.group]
         if not call.times or len(ranks) == 1:
             continue
@@ -105,28 +105,28 @@ def rank_traffic(
     return tuple(CommVolume(*key, *values) for key, values in volumes.items())
 
 
-def _calls(config: Config, world: World, device: str, where: MeshCoordinate, job: JobInfo) -> Iterator[Call]:
+def _calls(config: Config, world: World, device: str, coordinate: MeshCoordinate, job: JobInfo) -> Iterator[Call]:
     degrees = parallel_degrees(config, world)
     number = micro_batches_per_step(config, degrees)
-    for call in _micro_batch_calls(config, world, device, where, job):
+    for call in _micro_batch_calls(config, world, device, coordinate, job):
         yield call._replace(times=call.times * number)
-    yield from weight_calls(config, world, where, job, on_host=device == "CPU")
+    yield from weight_calls(config, world, coordinate, job, on_host=device == "CPU")
 
 
 def _micro_batch_calls(
-    config: Config, world: World, device: str, where: MeshCoordinate, job: JobInfo
+    config: Config, world: World, device: str, coordinate: MeshCoordinate, job: JobInfo
 ) -> Iterator[Call]:
     """Yields the calls of the passes of one micro-batch: all but those for gradients and weights."""
     degrees = parallel_degrees(config, world)
     stage_chunks = pipeline_layers(config, degrees)
-    layers = [layer for chunk in stage_chunks[where.pipeline] for layer in chunk]
-    if where.pipeline == degrees.pipeline_stage - 1:
+    layers = [layer for chunk in stage_chunks[coordinate.pipeline] for layer in chunk]
+    if coordinate.pipeline == degrees.pipeline_stage - 1:
         layers += job.spec.module_layers
     sizes = MessageSizes.from_config(config, world, device)
     for layer in layers:
         passes = LayerPasses(layer >= job.first, job.recomputed[layer], sizes.on_host or config.context.mode == 0)
         yield from layer_calls(config, degrees, job.spec.layers[layer], sizes, passes)
-    yield from end_calls(job, sizes, stage_chunks, where)
+    yield from end_calls(job, sizes, stage_chunks, coordinate)
 
 
 def layer_calls(
@@ -140,13 +140,13 @@ def layer_calls(
 
 
 def end_calls(
-    job: JobInfo, sizes: MessageSizes, stage_chunks: Sequence[Sequence[Sequence[int]]], where: MeshCoordinate
+    job: JobInfo, sizes: MessageSizes, stage_chunks: Sequence[Sequence[Sequence[int]]], coordinate: MeshCoordinate
 ) -> Iterator[Call]:
     """Yields the calls of the passes of one micro-batch outside of layers: of embedding and head, and among stages."""
     spec = job.spec
-    is_last = where.pipeline == len(stage_chunks) - 1
+    is_last = coordinate.pipeline == len(stage_chunks) - 1
     modules = spec.mtp_modules * is_last
-    lookups = (where.pipeline == 0) + modules
+    lookups = (coordinate.pipeline == 0) + modules
     stream = sizes._replace(width=FLOAT32_BYTES, gradient_width=FLOAT32_BYTES)  # the residual stream
     scatters = not job.trained.isdisjoint((EMBEDDING, MAPPING_IN))
     if sizes.on_host:
@@ -156,8 +156,8 @@ def end_calls(
         head_sizes = sizes
         if sizes.on_host:
             head_sizes = stream
-        yield from _head_calls(spec, head_sizes, 1 + modules, job.head_numbers)
-    yield from _stage_calls(sizes, spec.hidden, stage_chunks, job.first, where)
+        yield from _head_calls(spec, head_sizes, 1 + modules, job.loss_floats_per_token)
+    yield from _stage_calls(sizes, spec.hidden, stage_chunks, job.first, coordinate)
 
 
 def _head_calls(spec: ModelSpec, sizes: MessageSizes, heads: int, numbers: int) -> Iterator[Call]:
@@ -375,7 +375,7 @@ def _router_calls(config: Config, moe: MoEConfig, degrees: Degrees, local_tokens
 
 def _stage_calls(
     sizes: MessageSizes, hidden: int, stage_chunks: Sequence[Sequence[Sequence[int]]], first: int,
-    where: MeshCoordinate,
+    coordinate: MeshCoordinate,
 ) -> Iterator[Call]:  # fmt: skip
     """Yields the messages of a pipeline stage: activations to the next part of the model, gradients to the part before.
 
@@ -388,7 +388,7 @@ def _stage_calls(
     trained = 0
     if first >= 0:
         trained = next((number for number, layers in enumerate(parts) if first in layers), len(parts) - 1)
-    local_parts = [chunk * stages + where.pipeline for chunk in range(chunks)]
+    local_parts = [chunk * stages + coordinate.pipeline for chunk in range(chunks)]
     size = sizes.tokens * hidden * FLOAT32_BYTES
     if sizes.shares_rows:
         size //= sizes.tensor

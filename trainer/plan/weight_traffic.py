@@ -43,8 +43,8 @@ class Call(NamedTuple):
     item_bytes: int = FLOAT32_BYTES  # bytes of a number
 
 
-def head_numbers(config: Config) -> int:
-    """Returns how many numbers of each token tensor-parallel ranks exchange for the loss.
+def loss_floats_per_token(config: Config) -> int:
+    """Returns how many floats of each token tensor-parallel ranks exchange for the loss.
 
     They are the largest logit, the sum of exponents and the label's logit. Terms of the loss need the sum of logits.
     """
@@ -58,8 +58,8 @@ class JobInfo(NamedTuple):
     layout: ModelLayout
     trained: frozenset[str]
     recomputed: Sequence[str]  # what of each layer the backward pass recomputes
-    first: int  # of `ModelSpec.first_reached`
-    head_numbers: int  # of `head_numbers`
+    first: int  # layer with a backward pass; -1: gradients reach the embedding; see `ModelSpec.first_reached`
+    loss_floats_per_token: int  # that tensor-parallel ranks exchange
 
     @classmethod
     def from_config(cls, config: Config, world: World) -> JobInfo:
@@ -67,11 +67,12 @@ class JobInfo(NamedTuple):
         spec = model_spec(config.decoder)
         layout = model_layout_for(config, world)
         trained = frozenset(trained_shapes(config))
-        return cls(spec, layout, trained, recomputed_parts(config), spec.first_reached(trained), head_numbers(config))
+        first = spec.first_reached(trained)
+        return cls(spec, layout, trained, recomputed_parts(config), first, loss_floats_per_token(config))
 
 
 def weight_calls(
-    config: Config, world: World, where: MeshCoordinate, job: JobInfo, *, on_host: bool
+    config: Config, world: World, coordinate: MeshCoordinate, job: JobInfo, *, on_host: bool
 ) -> Iterator[Call]:
     """Yields the calls of a step for the weights of a rank and their gradients.
 
@@ -83,10 +84,10 @@ def weight_calls(
     micro_batches = micro_batches_per_step(config, degrees)
     sizes = {}
     for name in layout.parameters:
-        if layout.holds(name, where) and not is_buffer(name):
-            sizes[name] = math.prod(layout.shard(name, where).shape)
+        if layout.holds(name, coordinate) and not is_buffer(name):
+            sizes[name] = math.prod(layout.shard(name, coordinate).shape)
     trained = {name: size for name, size in sizes.items() if name in job.trained}
-    zero = ZeroShards.from_config(config, world, layout, where, sizes)
+    zero = ZeroShards.from_config(config, world, layout, coordinate, sizes)
     if on_host:
         yield from _sums_on_host(trained, zero, micro_batches)
     elif zero.level > "level1" and degrees.pipeline_stage == 1:
@@ -94,7 +95,7 @@ def weight_calls(
     else:
         yield from _sums_on_device(trained, zero, 1)
     if zero.level == "level3":
-        yield from _gathered_weights(job, zero, where, micro_batches)
+        yield from _gathered_weights(job, zero, coordinate, micro_batches)
     yield from _update_calls(config, zero, trained)
 
 
@@ -123,7 +124,7 @@ class ZeroShards(NamedTuple):
 
     @classmethod
     def from_config(
-        cls, config: Config, world: World, layout: ModelLayout, where: MeshCoordinate, sizes: Mapping[str, int]
+        cls, config: Config, world: World, layout: ModelLayout, coordinate: MeshCoordinate, sizes: Mapping[str, int]
     ) -> ZeroShards:
         """Computes the shards of the rank at a mesh coordinate from the local sizes of its parameters."""
         if not shards_optimizer(config, world):
@@ -133,13 +134,13 @@ class ZeroShards(NamedTuple):
         shard_sizes = {}
         sharding = sharding_ranks(config, degrees)
         replicas = sharding * degrees.context_parallel
-        replica = where.data % sharding * degrees.context_parallel + where.context
+        replica = coordinate.data % sharding * degrees.context_parallel + coordinate.context
         for name, size in sizes.items():
             group = replicas
             position = replica
             if is_expert(name):
                 group = replicas * degrees.model_parallel // degrees.expert_parallel
-                position = (replica * degrees.model_parallel + where.tensor) // degrees.expert_parallel
+                position = (replica * degrees.model_parallel + coordinate.tensor) // degrees.expert_parallel
             if 1 < group <= size and size * FLOAT32_BYTES >= least:
                 shard = shard_range(size, position, group)
                 shard_sizes[name] = shard.stop - shard.start
@@ -240,12 +241,12 @@ def _update_calls(config: Config, zero: ZeroShards, trained: Mapping[str, int]) 
         yield Call(group, "updated weights", "all_gather", updated * FLOAT32_BYTES, bool(updated))
 
 
-def _gathered_weights(job: JobInfo, zero: ZeroShards, where: MeshCoordinate, micro_batches: int) -> Iterator[Call]:
+def _gathered_weights(job: JobInfo, zero: ZeroShards, coordinate: MeshCoordinate, micro_batches: int) -> Iterator[Call]:
     """Yields the gathers of sharded weights before their forward and backward passes."""
     spec = job.spec
-    is_last = where.pipeline == zero.layout.degrees.pipeline_stage - 1
+    is_last = coordinate.pipeline == zero.layout.degrees.pipeline_stage - 1
     modules = spec.mtp_modules * is_last
-    lookups = (where.pipeline == 0) + modules
+    lookups = (coordinate.pipeline == 0) + modules
     looks_up = not job.trained.isdisjoint((EMBEDDING, MAPPING_IN))
     heads = (1 + modules) * is_last
     last_module = spec.num_layers + modules - 1

@@ -226,7 +226,7 @@ def train_and_save(job: Job, engine: Engine, progress: Progress, stop: StopSigna
         raise
     finally:
         if engine.profiler is not None:
-            with contextlib.suppress(Exception):  # closing it again after an error must not hide that error
+            with contextlib.suppress(Exception):  # after a failed step its error is the one to report
                 engine.profiler.close()
 
 

@@ -173,15 +173,15 @@ def _local_shard(config: Config, communicator: Communicator) -> RankModelShard |
     """Returns the shard of the model that this rank computes; None if it computes the full model."""
     groups = communicator.groups
     layout = communicator.layout
-    where = communicator.where
-    if groups is None or layout is None or where is None:
+    coordinate = communicator.coordinate
+    if groups is None or layout is None or coordinate is None:
         return None
     section = config.parallel_config
     tensor = None
     if groups.tp is not None:
         tensor = TensorParallel(groups.tp, section.use_seq_parallel)
-    tokens = ContextShard(where.context, section.context_parallel, ulysses_degree(config))
-    return RankModelShard(layout, where, tensor, groups.ep, tokens, groups.tp_cp, groups.ring, groups.ulysses)
+    tokens = ContextShard(coordinate.context, section.context_parallel, ulysses_degree(config))
+    return RankModelShard(layout, coordinate, tensor, groups.ep, tokens, groups.tp_cp, groups.ring, groups.ulysses)
 
 
 def build_model(
@@ -250,7 +250,7 @@ def check_same_weights(model: Decoder, communicator: Communicator) -> None:
     shard_name = "all"
     for name, parameter in model.parameters_by_name.items():
         if model.shard is not None:
-            shard_name = f"{name} from {model.shard.layout.shard(name, model.shard.where).start}"
+            shard_name = f"{name} from {model.shard.layout.shard(name, model.shard.coordinate).start}"
         arrays: Iterable[np.ndarray] = ()
         if isinstance(parameter, FrozenMatrix):
             arrays = parameter.numbers.arrays()

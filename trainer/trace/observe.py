@@ -55,23 +55,23 @@ class TraceObserver:
     """Writes what the steps of a training compute to the folder of this rank.
 
     Attributes:
-        number: The step, from 1.
+        step: The number of the step, from 1.
         micro_batches: The sequences of each micro-batch of this rank, by step.
     """
 
     def __init__(self, writer: TraceWriter, step: TrainStep) -> None:
         self.writer = writer
-        self.step = step
+        self.train_step = step
         self.spec = model_spec(step.model.settings)
-        self.number = 0
+        self.step = 0
         self.micro_batches: list[list[list[str]]] = []
         self._passes: list[_MicroBatch] = []
 
     def begin_step(self) -> None:
         """Writes the weights with which the next step begins."""
-        self.number += 1
+        self.step += 1
         self.micro_batches.append([])
-        for name, parameter in self.step.model.parameters_by_name.items():
+        for name, parameter in self.train_step.model.parameters_by_name.items():
             self.add_parameter("weight", name, parameter, 1.0)
 
     def end_step(self, losses: Mapping[str, float]) -> None:
@@ -83,7 +83,7 @@ class TraceObserver:
             kind: Kind = "loss"
             if name.endswith("norm"):
                 kind = "norm"
-            self.writer.add(Key(self.number, kind, name), np.array([[number]], np.float32), whole_place(()))
+            self.writer.add(Key(self.step, kind, name), np.array([[number]], np.float32), whole_place(()))
 
     def micro_batch(self, number: int, batch: Any, inputs: ModelInputs, statistics: RouterStatistics) -> _MicroBatch:
         """Returns the observer of the passes of a micro-batch."""
@@ -95,17 +95,17 @@ class TraceObserver:
     def gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Writes the gradients of the step, without the loss scale."""
         for name, gradient in gradients.items():
-            self.add_parameter("gradient", name, gradient, 1 / self.step.guards.scale)
+            self.add_parameter("gradient", name, gradient, 1 / self.train_step.guards.scale)
 
     def add_parameter(self, kind: Kind, name: str, tensor: Tensor, factor: float) -> None:
         """Writes the shard of a parameter, or of its gradient, that this rank has."""
         array = host_array(tensor)
-        place = place_of_shard(self.step.shard_spec(name))
+        place = place_of_shard(self.train_step.shard_spec(name))
         rows = sum(stop - start for start, stop in place.rows)
         matrix = array.reshape(rows, -1)
         if factor != 1:
             matrix = matrix * np.float32(factor)
-        self.writer.add(Key(self.number, kind, name), matrix, place, _dtype_name(tensor))
+        self.writer.add(Key(self.step, kind, name), matrix, place, _dtype_name(tensor))
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -116,14 +116,14 @@ class _MicroBatch:
     """Writes what the parts of the decoder compute for one micro-batch; see `PassObserver`.
 
     Attributes:
-        sequences: A checksum of the tokens of each sequence.
+        sequences: A checksum of each sequence: of its tokens, labels and segment ids.
         rows_N: Index, among the B * T tokens, of each row that this rank computes; `stream_n` those of the residual
             stream.
     """
 
     def __init__(self, owner: TraceObserver, batch: Any, inputs: ModelInputs, statistics: RouterStatistics) -> None:
         self.owner = owner
-        self.step = owner.number
+        self.step = owner.step
         self.statistics = statistics
         self.length = batch.input_ids.shape[1]
         self.sequences = [
@@ -134,10 +134,10 @@ class _MicroBatch:
         self.is_part = inputs.rows is not None
         if inputs.rows is not None:
             self.rows_N = inputs.rows
-        self.tensor = owner.step.model.tensor
+        self.tensor_parallel = owner.train_step.model.tensor
         self.stream_n = self.rows_N
-        if self.tensor is not None:
-            self.stream_n = self.rows_N[self.tensor.residual_shard(len(self.rows_N))]
+        if self.tensor_parallel is not None:
+            self.stream_n = self.rows_N[self.tensor_parallel.residual_shard(len(self.rows_N))]
         self.before_ND: np.ndarray | None = None
 
     def stream(self, layer: int, part: str, x_ND: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class _MicroBatch:
 
         def see_gradient(grad_ND: Tensor) -> None:
             """Writes the gradient of the stream, which is that of each of these outputs."""
-            factor = np.float32(1 / self.owner.step.guards.scale)
+            factor = np.float32(1 / self.owner.train_step.guards.scale)
             self.add("activation gradient", names[-1], host_array(grad_ND) * factor, _dtype_name(grad_ND))
 
         return SeenStream(see, see_gradient)(x_ND)
@@ -194,8 +194,8 @@ class _MicroBatch:
     def add_choices(self) -> None:
         """Writes the experts that each router has chosen, ascending for each token."""
         rows_n = self.stream_n
-        if self.tensor is not None and not self.tensor.sequence_parallel:
-            rows_n = self.rows_N[self.tensor.token_shard(len(self.rows_N))]
+        if self.tensor_parallel is not None and not self.tensor_parallel.sequence_parallel:
+            rows_n = self.rows_N[self.tensor_parallel.token_shard(len(self.rows_N))]
         for layer, routing, _ in self.statistics.routings:
             experts_Nk = routing[0]
             if isinstance(experts_Nk, Tensor):
@@ -215,8 +215,8 @@ class _MicroBatch:
         """
         columns = slice(0, array_NC.shape[1])
         if width is not None and width != array_NC.shape[1]:
-            assert self.tensor is not None
-            columns = self.tensor.column_shard(width)
+            assert self.tensor_parallel is not None
+            columns = self.tensor_parallel.column_shard(width)
         if rows_n is None:
             rows_n = self.stream_n
             if width is not None:

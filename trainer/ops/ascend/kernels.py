@@ -102,7 +102,7 @@ class Rotary(Sharded):
 
     def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
-        assert rotated_size in (None, head_size) and not interleaved, "select.py chooses the reference for these"
+        assert rotated_size in (None, head_size) and not interleaved, "select.py chooses the plain kernel for these"
         self.head_size = head_size
         self.rotate = RotaryPositionEmbedding()
         self.reshape = P.Reshape()
@@ -165,7 +165,7 @@ class SoftCap(plain.SoftCap):
         shard_operators(self, {"shrink grow": f"{self.axes},", "tanh": self.axes}, d=data, t=tensor)
 
 
-# Always used on an Ascend: the plain operators are legacy ones (ACLOP), which are compiled for each shape.
+# Always used on an Ascend: P.Gather and ScatterUpdate of the plain kernels are legacy (ACLOP), compiled for each shape.
 
 
 def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:

@@ -310,8 +310,8 @@ def _layer_sublayers(config: Config, layer: int, gathers: bool, half: bool, shar
     if settings.use_fused_swiglu and half:  # gate and up side by side, and their product
         inside = 3 * width * columns
         backward = 6 * width * columns
-    else:  # gate, its SiLU and up in float32, and the product; gradients of two of them
-        inside = (3 * FLOAT32_BYTES + width) * columns
+    else:  # gate and up in float32, and the product; gradients of the two, and one more array
+        inside = (2 * FLOAT32_BYTES + width) * columns
         backward = 5 * FLOAT32_BYTES * columns
     return {"attention": attention, "mlp": _SublayerMemory(stream, normed, inside, backward)}
 

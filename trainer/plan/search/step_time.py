@@ -41,7 +41,7 @@ from trainer.plan.flops import Products, decoder_products
 from trainer.plan.pipeline import closed_form_time
 from trainer.plan.search.hardware import Rates
 from trainer.plan.traffic import LayerPasses, MessageSizes, end_calls, layer_calls
-from trainer.plan.weight_traffic import Call, JobInfo, head_numbers, weight_calls
+from trainer.plan.weight_traffic import Call, JobInfo, loss_floats_per_token, weight_calls
 
 CLASSES = ("products", "experts", "attention", "memory", "layer_overhead", "node", "network")
 """What the time of a step is spent on: operators by class, bytes of memory, overhead, and links."""
@@ -403,7 +403,8 @@ class StepEstimator:
                 one = one._replace(sums=())
             layouts[name] = one
         trained = frozenset(self.facts.trained)
-        return JobInfo(spec, ModelLayout(degrees, layouts), trained, (), self.facts.first, head_numbers(config))
+        floats = loss_floats_per_token(config)
+        return JobInfo(spec, ModelLayout(degrees, layouts), trained, (), self.facts.first, floats)
 
 
 def _pipeline_time(config: Config, degrees: Degrees, passes: Sequence[Seconds], number: int) -> float:
