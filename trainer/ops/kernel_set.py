@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import SiLU
 
 from trainer.ops import plain, plain_moe
 from trainer.ops.ascend import attention as ascend_attention
@@ -41,7 +42,7 @@ class ReluSquared(nn.Cell):
         return self.multiply(self.relu(x_NF), x_NF)
 
 
-_ACTIVATIONS: dict[str, Callable[[], nn.Cell]] = {"gelu_pytorch_tanh": P.GeLU, "relu2": ReluSquared}
+_ACTIVATIONS: dict[str, Callable[[], nn.Cell]] = {"silu": SiLU, "gelu_pytorch_tanh": P.GeLU, "relu2": ReluSquared}
 
 
 class InDtype(nn.Cell):
@@ -199,7 +200,7 @@ def load_kernels(
         rms_norm=rms_norm,
         head_norm=lambda size, eps: plain.HeadNorm(norm_of_heads(size, eps), size),
         rotary=elementwise("rotary_embedding", "Rotary", rotary, first=True),
-        gated=partial(_gated, elementwise, compute, is_sharded and "swiglu" in fused),
+        gated=partial(_gated, elementwise, compute, is_sharded, "swiglu" in fused),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(CrossEntropy, dtype=compute),
         soft_cap=rows.SoftCap,
@@ -226,16 +227,18 @@ def load_kernels(
     )
 
 
-def _gated(elementwise: Callable[..., MakeCell], inside: mstype.Type, shards_fused: bool, activation: str) -> nn.Cell:
+def _gated(
+    elementwise: Callable[..., MakeCell], inside: mstype.Type, is_sharded: bool, is_fused: bool, activation: str
+) -> nn.Cell:
     """Returns the kernel between the matrices of a feed-forward layer. GELU is approximated by tanh, as P.GeLU is.
 
-    With `shards_fused` MindSpore shards the fused operator.
+    In a graph that MindSpore shards, it derives the gradient: it would recompute the inputs of a gradient that is
+    written by hand before the backward pass, those of all layers at once.
     """
-    if activation == "silu":
-        name = "SwiGLU"
-        if shards_fused:
-            name = "ShardedSwiGLU"
-        return elementwise("swiglu", name, inside)()
+    if activation == "silu" and is_sharded and is_fused:
+        return elementwise("swiglu", "ShardedSwiGLU", inside)()
+    if activation == "silu" and not is_sharded:
+        return elementwise("swiglu", "SwiGLU", inside)()
     return elementwise("gated", "Gated", inside)(_ACTIVATIONS[activation]())
 
 

@@ -132,8 +132,6 @@ def graph_memory(
             kept[-1] += tokens * _saved_bytes(config, sublayers, part, share, receives and layer == layers[0])
             kept[-1] += caches.of_layer_and_pass
             remade = _remade(config, part, share)
-            if degrees.pipeline_stage == 1 and "mlp" in remade and not settings.is_moe_layer(layer):
-                kept[-1] += tokens * _early_bytes(settings, half, share)
             of_layer = matrices.layers[layer]
             layer_copies = {name: size * copy_width // FLOAT32_BYTES for name, size in of_layer.items()}
             copies[-1] += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
@@ -254,17 +252,6 @@ def _saved_bytes(
     return attention.saved + mlp.saved
 
 
-def _early_bytes(settings: ModelConfig, half: bool, share: int) -> int:
-    """Returns the bytes of a token that a recomputed dense feed-forward sublayer holds from its forward pass on.
-
-    In a graph without stages nothing makes the recomputation of the reference SwiGLU wait for the backward pass:
-    MindSpore has its three float32 arrays of all layers before the gradient of the loss.
-    """
-    if settings.use_fused_swiglu and half:
-        return 0
-    return 3 * FLOAT32_BYTES * settings.ffn_size // share
-
-
 def _remade(config: Config, part: str, share: int) -> tuple[str, ...]:
     """Returns the sublayers whose backward pass recomputes them and the copies of their weights."""
     if part == "block":
@@ -310,8 +297,8 @@ def _layer_sublayers(config: Config, layer: int, gathers: bool, half: bool, shar
     if settings.use_fused_swiglu and half:  # gate and up side by side, and their product
         inside = 3 * width * columns
         backward = 6 * width * columns
-    else:  # gate and up in float32, and the product; gradients of the two, and one more array
-        inside = (2 * FLOAT32_BYTES + width) * columns
+    else:  # gate, its SiLU and up in float32, and the product; gradients of two of them
+        inside = (3 * FLOAT32_BYTES + width) * columns
         backward = 5 * FLOAT32_BYTES * columns
     return {"attention": attention, "mlp": _SublayerMemory(stream, normed, inside, backward)}
 
