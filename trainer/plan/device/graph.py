@@ -4,8 +4,9 @@ What is counted is what MindSpore's allocator had in use at the peak of dry runs
 
 * of every micro-batch under way what its layers keep, and its attention mask;
 * a copy of each matrix in half precision, from its first use in the forward pass to its last one in the backward pass,
-  for each micro-batch under way. What is computed again makes its copies again, one layer at a time. Where ranks share
-  the weights, they keep what they have gathered once for all micro-batches (below optimizer level3);
+  for each micro-batch under way. What is computed again makes its copies again, one layer at a time. With
+  enable_parallel_optimizer below level3 the copies, or what is gathered, are kept once for all micro-batches; without
+  it, a pipeline that recomputes one sublayer of a layer has its matrices in float32 for each micro-batch;
 * on the last stage the logits, their one-hot labels and one more such matrix in float32;
 * while a layer's backward pass runs what it has computed again, and gradients inside its feed-forward layer; beside
   what is gathered, gradients that wait to be reduced, in half precision and in float32.
@@ -113,7 +114,8 @@ def graph_memory(
     copy_width = 0
     if half or shares:
         copy_width = width
-    keeps_gathered = shares and zero_level(config) != "level3"
+    shares_state = config.parallel.enable_parallel_optimizer  # MindSpore then copies weights once, even on one rank
+    keeps_gathered = shares_state and zero_level(config) != "level3"
     gathering = comm_recompute_layers(config)
     rows_shared = config.parallel_config.use_seq_parallel
     copies: list[int] = []  # that a pass has, by chunk
@@ -125,7 +127,7 @@ def graph_memory(
         kept.append(mask + caches.of_pass)
         receives = stage > 0 or number > 0
         for layer in layers:
-            part = _remade_part(config, degrees, again[layer], layer)
+            part = again[layer]
             gathers = layer in gathering
             kind = ("sublayers", settings.is_moe_layer(layer), gathers, share, rows_shared)
             sublayers = facts.once(kind, lambda: _layer_sublayers(config, layer, gathers, half, share))  # noqa: B023
@@ -135,6 +137,8 @@ def graph_memory(
             of_layer = matrices.layers[layer]
             layer_copies = {name: size * copy_width // FLOAT32_BYTES for name, size in of_layer.items()}
             copies[-1] += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
+            if degrees.pipeline_stage > 1 and len(remade) == 1 and not shares_state:
+                copies[-1] += of_layer[remade[0]]
             if keeps_gathered:
                 copies[-1] -= matrices.gathered[layer] * copy_width // FLOAT32_BYTES
                 copied_once += matrices.gathered[layer] * copy_width // FLOAT32_BYTES
@@ -178,15 +182,6 @@ def _local_vocabulary(settings: ModelConfig, share: int) -> int:
     if settings.vocab_size % share:
         return settings.vocab_size
     return settings.vocab_size // share
-
-
-def _remade_part(config: Config, degrees: Degrees, part: str, layer: int) -> str:
-    """Returns the part of a layer that is recomputed; MindSpore 2.10 keeps all of a dense feed-forward sublayer where
-    the operators of a run are marked, not its cells."""
-    keeps_mlp = degrees.pipeline_stage > 1 and config.parallel.pipeline_config.slices == 1
-    if part == "mlp" and keeps_mlp and not config.decoder.is_moe_layer(layer):
-        return ""
-    return part
 
 
 class _CacheBytes(NamedTuple):
