@@ -23,7 +23,6 @@ NAMES = (
     "latent, tp 4 sp, attention recomputed",
     "graph: dense, dp 8, level1",
     "graph: dense, tp 2 dp 4, level3, mlp recomputed",
-    "graph: experts, pp 2, tp 2, ep 4, last stage",
 )
 CASES = {
     name: OnAscend(Case(LAYOUTS[name].text), LAYOUTS[name].ranks, LAYOUTS[name].rank) for name in NAMES
