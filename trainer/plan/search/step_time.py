@@ -358,7 +358,9 @@ class StepEstimator:
         number = 1
         if level > "level1":
             number = micro_batches_per_step(config, degrees)
-        key = degrees._replace(pipeline_stage=1), config.parallel_config.use_seq_parallel, level, number
+        # With stages a device sums gradients once a step; it does not matter how many stages there are.
+        alike = degrees._replace(pipeline_stage=min(stages, 2))
+        key = alike, config.parallel_config.use_seq_parallel, level, number
         parts = []
         for kind, times in Counter(kind for kind, _ in layers).items():
             of_layer = ("weights", kind, key)
@@ -378,9 +380,8 @@ class StepEstimator:
         else:
             parameters = {layer_prefix(layer) + each.spec.name: each.spec for each in facts.layers[layer].parameters}
         job = self._job(config, parameters, degrees)
-        calls = weight_calls(
-            config, world, fullest_rank(degrees, stage), job, on_host=self.device == "CPU"
-        )  # fmt: skip
+        coordinate = fullest_rank(degrees, stage)
+        calls = weight_calls(config, world, coordinate, job, on_host=self.device == "CPU")
         return self._calls(calls, links)
 
     def _job(self, config: Config, parameters: Mapping[str, ParameterSpec], degrees: Degrees) -> JobInfo:
