@@ -62,8 +62,8 @@ class VocabShardRows(nn.Cell):
 class _TokenLosses(Sharded):
     """(logits_NV, is_label_NV) -> the loss of each token, and log(sum(exp(logits))), without a gradient: [N, 1] both.
 
-    log(s) is computed as log1p(s - 1): the bits of MindSpore's Log on a CPU depend on how it divides the elements among
-    threads, which it decides by timing itself.
+    The logarithm of the sum is log1p(sum - 1): the bits of MindSpore's Log on a CPU depend on how it divides the
+    elements among threads, which it decides by timing itself.
 
     The gradient of the logits, (softmax(logits) - is_label) times that of the loss, is written by hand. MindSpore's
     repeats the gradient of each sum for all tokens of the vocabulary, which a graph may do long before it is used.

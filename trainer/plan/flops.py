@@ -94,16 +94,15 @@ def decoder_products(config: Config) -> tuple[list[list[Products]], list[Product
     parameters = spec.parameters()
     trains = config.trains
     frozen: Collection[str] = parameters
-    first = len(spec.layers)
     if trains:
         frozen = frozen_names(config)
-        first = spec.first_reached(parameters.keys() - frozen)
+    trained = parameters.keys() - frozen
+    first = spec.first_reached(trained)
     length = config.decoder.seq_length
     layers = [
         list(_layer_products(spec, layer, length, frozen, trains and layer >= first))
         for layer in range(len(spec.layers))
     ]
-    trained = parameters.keys() - frozen
     ends = []
     if MAPPING_IN in parameters:
         size = math.prod(parameters[MAPPING_IN].shape)

@@ -74,12 +74,10 @@ class GraphMatrices(NamedTuple):
     Attributes:
         layers: By the layer, then by the sublayer.
         ends: Of the matrices outside of layers, by their names.
-        gathered: Of the experts of each layer that the ranks of a tensor group share.
     """
 
     layers: Mapping[int, Mapping[str, int]]
     ends: Mapping[str, int]
-    gathered: Mapping[int, int]
 
 
 def number_width(half: bool) -> int:
@@ -107,9 +105,7 @@ def graph_memory(
     chunks = stage_chunks(config, degrees, facts, stage)
     is_last = stage == degrees.pipeline_stage - 1
     slices = config.parallel.pipeline_config.slices
-    mask = config.runner_config.batch_size * settings.seq_length**2 // slices
-    if not is_flash(settings, half):
-        mask *= FLOAT32_BYTES
+    mask = _mask_bytes(config, half)
     caches = _cache_bytes(settings, tokens, slices, width, share)
     copy_width = 0
     if half or shares:
@@ -117,9 +113,7 @@ def graph_memory(
     shares_state = config.parallel.enable_parallel_optimizer  # MindSpore then copies weights once, even on one rank
     keeps_gathered = shares_state and zero_level(config) != "level3"
     gathering = comm_recompute_layers(config)
-    rows_shared = config.parallel_config.use_seq_parallel
     copies: list[int] = []  # that a pass has, by chunk
-    copied_once = 0
     kept: list[int] = []  # of a pass, by chunk
     working = 0
     for number, layers in enumerate(chunks):
@@ -129,7 +123,7 @@ def graph_memory(
         for layer in layers:
             part = again[layer]
             gathers = layer in gathering
-            kind = ("sublayers", settings.is_moe_layer(layer), gathers, share, rows_shared)
+            kind = ("sublayers", settings.is_moe_layer(layer), gathers, share, config.parallel_config.use_seq_parallel)
             sublayers = facts.once(kind, lambda: _layer_sublayers(config, layer, gathers, half, share))  # noqa: B023
             kept[-1] += tokens * _saved_bytes(config, sublayers, part, share, receives and layer == layers[0])
             kept[-1] += caches.of_layer_and_pass
@@ -138,10 +132,7 @@ def graph_memory(
             layer_copies = {name: size * copy_width // FLOAT32_BYTES for name, size in of_layer.items()}
             copies[-1] += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
             if degrees.pipeline_stage > 1 and len(remade) == 1 and not shares_state:
-                copies[-1] += of_layer[remade[0]]
-            if keeps_gathered:
-                copies[-1] -= matrices.gathered[layer] * copy_width // FLOAT32_BYTES
-                copied_once += matrices.gathered[layer] * copy_width // FLOAT32_BYTES
+                copies[-1] += of_layer[remade[0]]  # MindSpore copies what the recomputed operators take (TensorMove)
             inside = sum(sublayers[name].saved for name in remade)
             gradients = sublayers["mlp"].backward - sublayers["mlp"].inside
             stream = sublayers["attention"].stream + width * settings.hidden_size
@@ -167,7 +158,7 @@ def graph_memory(
     causal = settings.seq_length**2 * len(chunks)
     moments = [
         (
-            copied_once + sum(one * (keeps_gathered or passes) for one, passes in zip(copies, counts, strict=True)),
+            sum(one * (keeps_gathered or passes) for one, passes in zip(copies, counts, strict=True)),
             sum(one * passes for one, passes in zip(kept, counts, strict=True)) + losses * max(counts[-1] - 1, 0),
         )
         for counts, _ in stage_passes(config, degrees, facts, stage)
@@ -175,6 +166,15 @@ def graph_memory(
     copied, at_once = max(moments, key=sum)
     at_once += caches.of_layer * sum(map(len, chunks))
     return GraphMemory(copied, tables + causal, at_once + working)
+
+
+def _mask_bytes(config: Config, half: bool) -> int:
+    """Returns the bytes of the attention mask of a pass."""
+    settings = config.decoder
+    size = config.runner_config.batch_size * settings.seq_length**2 // config.parallel.pipeline_config.slices
+    if is_flash(settings, half):
+        return size
+    return size * FLOAT32_BYTES
 
 
 def _local_vocabulary(settings: ModelConfig, share: int) -> int:

@@ -225,7 +225,6 @@ def _stage_memory(
         matrices = GraphMatrices(
             {layer: bytes_of(facts.layers[layer]).matrices for layer in layers},
             {name: sum(each.matrices.values()) for name, each in of_ends.items()},
-            {layer: bytes_of(facts.layers[layer]).copied * layout.weights for layer in layers},
         )
         graph = graph_memory(config, degrees, facts, stage, half, matrices, shares, adds_up)
         copies = graph.copies
