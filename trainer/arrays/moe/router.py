@@ -95,8 +95,10 @@ class CpuRouter:
         total_N1 = None
         z_loss = 0.0
         if self.with_z or not self.is_sigmoid:
-            softmax_NE, total_N1 = _softmax(logits_NE)
-        if self.with_z:
+            softmax_NE = _softmax(logits_NE)
+        if self.with_z and softmax_NE is not None:
+            # The logarithm of the sum of exp(logits): the softmax of the largest logit is exp(largest) over that sum.
+            total_N1 = logits_NE.max(1, keepdims=True) - np.log(softmax_NE.max(1, keepdims=True))
             z_loss = float((labels.valid_N1 * total_N1 * total_N1).sum())
         if softmax_NE is None or self.is_sigmoid:
             scores_NE = sigmoid(logits_NE)
@@ -137,8 +139,7 @@ class CpuRouter:
         if self.is_sigmoid:
             scores_NE = sigmoid(logits_NE)
         else:
-            scores_NE = np.exp(logits_NE - logits_NE.max(1, keepdims=True))
-            scores_NE /= scores_NE.sum(1, keepdims=True)
+            scores_NE = _softmax(logits_NE)
         routing = decide(scores_NE)
         gates_Nk = chosen_gates(scores_NE, routing.experts_Nk, self.moe)[0]
         return gates_Nk * np.float32(self.moe.routed_scaling_factor), routing
@@ -189,13 +190,10 @@ def _logits(y_ND: np.ndarray, router_ED: np.ndarray, bias_E: np.ndarray | None) 
     return logits_NE
 
 
-def _softmax(logits_NE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the softmax over the experts, [N, E], and the logarithm of the sum of exp(logits), [N, 1]."""
-    largest_N1 = logits_NE.max(1, keepdims=True)
-    softmax_NE = np.exp(logits_NE - largest_N1)
-    sums_N1 = softmax_NE.sum(1, keepdims=True)
-    softmax_NE /= sums_N1
-    return softmax_NE, largest_N1 + np.log(sums_N1)
+def _softmax(logits_NE: np.ndarray) -> np.ndarray:
+    softmax_NE = np.empty_like(logits_NE)
+    operators().softmax(logits_NE, softmax_NE)
+    return softmax_NE
 
 
 def _sequences(labels: RouterLabels) -> tuple[int, np.ndarray]:
