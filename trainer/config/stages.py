@@ -80,7 +80,7 @@ def counts_per_stage(config: Config, written: Any) -> list[int] | None:
     """
     stages = config.parallel_config.pipeline_stage
     chunks = config.decoder.pp_interleave_num
-    if stages == 1 or not config.use_parallel or not isinstance(written, list) or not written:
+    if stages == 1 or config.use_parallel is False or not isinstance(written, list) or not written:
         return None
     rows = offset_rows(written)
     are_counts = all(len(row) == stages and all(type(count) is int and count >= 0 for count in row) for row in rows)
@@ -99,21 +99,24 @@ def stage_problems(config: Config) -> Iterator[ConfigError]:
     """Yields errors for offsets that do not fit the pipeline stages or the number of layers."""
     settings = config.decoder
     stages = config.parallel_config.pipeline_stage
-    offset = settings.offset
     chunks = settings.pp_interleave_num
-    if stages == 1 or isinstance(offset, int) or not config.use_parallel:
+    if stages == 1 or config.use_parallel is False:
         return
-    rows = offset_rows(offset)
-    if len(rows) != chunks or any(len(row) != stages for row in rows):
+    if isinstance(settings.offset, list) and [len(row) for row in offset_rows(settings.offset)] != [stages] * chunks:
         rule = f"{stages} stages need a list of {stages} numbers"
         if chunks > 1:
             rule = f"{stages} stages of {chunks} model chunks need {chunks} lists of {stages} numbers"
         yield problem(config, _KEY, rule, "write one for each stage, or 0")
         return
     sizes = [size for row in chunk_sizes(config) for size in row]
-    if min(sizes) < 0 or sum(sizes) != settings.num_layers:
+    share, remainder = divmod(settings.num_layers, stages * chunks)
+    if min(sizes) < 0:
+        yield problem(config, _KEY, f"a stage would have {min(sizes)} layers", f"write numbers from {-share} on")
+    elif sum(sizes) != settings.num_layers:
         rule = f"the stages would have {sum(sizes)} layers, and the model has {settings.num_layers}"
-        fix = f"its sum must be {settings.num_layers % (stages * chunks)}"
+        fix = f"its sum must be {remainder}"
+        if isinstance(settings.offset, int):
+            fix = "write 0, or a list with a number for each stage"
         if config.source.source_places:  # a list of ranges
             fix = f"write ranges of {settings.num_layers} layers"
         yield problem(config, _KEY, rule, fix)

@@ -63,13 +63,16 @@ def test_glm4_moe_has_a_sigmoid_router_with_a_bias_on_the_choice_and_half_of_a_h
         ("Olmo3ForCausalLM", "", (0, 1, 2)),
         ("Cohere2ForCausalLM", "", (0, 1, 2)),
         ("Cohere2ForCausalLM", ", sliding_window_pattern: 2", (0, 2)),
+        ("", ", sliding_window_pattern: 2", (0, 2)),
     ],
 )
 def test_every_nth_layer_has_no_window_where_layer_types_is_left_out(
     kind: str, keys: str, windows: tuple[int, ...]
 ) -> None:
-    decoder = load(family(kind, f"sliding_window: 8{keys}")).decoder
+    config = load(family(kind, f"sliding_window: 8{keys}").replace("  arch: {type: }\n", ""))
+    decoder = config.decoder
     assert decoder.window_layers == windows
+    assert parse_config("again", dump_config(config)) == config
     if kind == "Cohere2ForCausalLM":
         assert decoder.unrotated_layers == tuple(layer for layer in range(4) if layer not in windows)
 

@@ -109,13 +109,17 @@ def test_a_section_that_the_file_lacks_is_made():
     assert load("eval_dataset: null\nrunner_config:\n", "eval_dataset.max_batches=3").eval_dataset.max_batches == 3
 
 
-def test_an_item_of_an_empty_list_is_told_as_it_can_be_written():
+@pytest.mark.parametrize(
+    ("key", "name", "item"),
+    [
+        ("callbacks", "save_checkpoint_steps", "{type: CheckpointMonitor, save_checkpoint_steps: 3}"),
+        ("train_dataset.data_loader.sources", "path", "{path: 3}"),
+    ],
+)
+def test_an_item_of_an_empty_list_is_told_as_it_can_be_written(key: str, name: str, item: str):
     with pytest.raises(UserError) as caught:
-        parse_config("a.yaml", "seed: 1\n", [Override("callbacks.0.save_checkpoint_steps", "3", "flag")])
-    fix = "write the list, for example --callbacks '[{type: CheckpointMonitor, save_checkpoint_steps: 3}]'"
-    assert caught.value.fix == fix
-    written = Override("callbacks", "[{type: CheckpointMonitor, save_checkpoint_steps: 3}]", "flag")
-    assert parse_config("a.yaml", "seed: 1\n", [written]).checkpoint_monitor.save_checkpoint_steps == 3
+        parse_config("a.yaml", "seed: 1\n", [Override(f"{key}.0.{name}", "3", "flag")])
+    assert caught.value.fix == f"write the list, for example --{key} '[{item}]'"
 
 
 def test_an_override_only_where_its_section_is_present():
@@ -197,6 +201,7 @@ def test_merge_keys_follow_their_base_and_can_be_changed_alone():
     assert "train_dataset.held_out is anchored, eval_dataset.held_out follows" in notes(
         text, "train_dataset.held_out=0.2"
     )
+    assert load(text, "eval_dataset.max_batches=null").eval_dataset.max_batches == 0
     alone = load(text, "eval_dataset.held_out=0.3")
     assert (alone.train_dataset.held_out, alone.eval_dataset.held_out) == (0.1, 0.3)
 

@@ -177,6 +177,11 @@ def test_a_merged_model_section_is_completed_by_the_top_level():
     assert config.processor == {"model_config": {"num_layers": 3}}
 
 
+def test_a_moved_key_of_a_merged_section_has_one_value():
+    text = "processor: &base {use_gmm: False}\nmodel_config: {<<: *base, use_gmm: True}\n"
+    assert load(text).decoder.moe_config.use_gmm
+
+
 def test_a_merged_task_gives_its_data_set():
     config = load("processor: &base {dataset_config: {held_out: 0.1}}\ntrain_dataset_task: {<<: *base}\n")
     assert config.train_dataset.held_out == 0.1
@@ -312,6 +317,7 @@ def test_unknown_keys_name_the_nearest(text, key, fix):
         ("callbacks: [{per_print_times: 3}]\n", ["callbacks.0: the key type is missing", "CheckpointMonitor"]),
         ("train_dataset: {data_loader: {type: TextDatset}}\n", ["TextDatset", "you probably mean TextDataset"]),
         ("callbacks: [{type: 3}]\n", ["callbacks.0.type = 3"]),
+        ("grouped_lr_schedule: {default: {type: ConstantWarmUpLR}, grouped: [1]}\n", ["a.yaml:1: ", "not yet supported"]),
         ("grouped_lr_schedule: {default: {learning_rate: 1}}\n", ["a.yaml:1: ", "must be ConstantWarmUpLR, Linear"]),
         (
             "optimizer: {type: AdamWeightDecay}\n",
@@ -383,6 +389,9 @@ def test_the_optimizers_learning_rate_reaches_the_schedule():
     assert (constant.lr_schedule.type, constant.lr_schedule.learning_rate) == ("ConstantWarmUpLR", 0.01)
     peak = load("optimizer: {learning_rate: 0.01}\nlr_schedule: {warmup_steps: 3}\n")
     assert (peak.lr_schedule.type, peak.lr_schedule.learning_rate) == ("CosineWithWarmUpLR", 0.01)
+    assert load("optimizer: {learning_rate: 0.01}\nlr_schedule:\n").lr_schedule == constant.lr_schedule
+    message = error_of("optimizer: {learning_rate: 0.01}\nlr_schedule: {type: Cosine}\n")
+    assert message.startswith("a.yaml:2: lr_schedule.type = 'Cosine': unknown type")
     assert peak.source.where("lr_schedule.learning_rate") == "a.yaml:1 (optimizer.learning_rate)"
     wave = load("optimizer: {learning_rate: 0.01}\nlr_schedule: {type: CosineAnnealingLR, t_max: 5}\n")
     assert wave.lr_schedule.base_lr == 0.01
@@ -447,6 +456,8 @@ def test_beta1_and_beta2_are_the_betas():
     assert load("optimizer: {beta2: 0.95}\n").optimizer.betas == [0.9, 0.95]
     assert load("optimizer: {beta1: 0.8, beta2: 0.95, betas: [0.8, 0.95]}\n").optimizer.betas == [0.8, 0.95]
     assert load("seed: 1\n", "optimizer.beta1=0.7").optimizer.betas == [0.7, 0.999]
+    assert load("optimizer: {type: Muon, beta1: 0.9}\n").optimizer.betas == [0.9, 0.95]
+    assert load("optimizer: {type: Muon}\n", "optimizer.betas.1=0.9").optimizer.betas == [0.95, 0.9]
     message = error_of("optimizer:\n  betas: [0.9, 0.95]\n  beta1: 0.8\n  beta2: 0.95\n")
     assert "a.yaml:3: optimizer.beta1 = 0.8: disagrees with a.yaml:2" in message
     assert "= 1.5: must be less than 1" in error_of("optimizer: {beta1: 1.5}\n")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainer.config.checks.adapters import adapter_problems
+from trainer.config.checks.moe import balance_problems, moe_layer_problems, moe_problems
 from trainer.config.checks.problem import ConfigError, problem, value_of
 from trainer.config.checks.qk_clip import qk_clip_problems
 from trainer.config.families import FAMILIES, named_family
@@ -19,6 +20,7 @@ from trainer.config.schema.images import CLASSIFIER, IMAGES
 from trainer.config.schema.model import LATENT_SIZES, ModelConfig, RopeScaling
 from trainer.config.schema.root import Config
 from trainer.config.schema.system import RecomputeConfig
+from trainer.config.stages import stage_problems
 from trainer.errors import shorten_repr
 
 BYTE_VOCABULARY = 257
@@ -50,10 +52,15 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
     if config.model.classifier is not None:
         rule = f"only an {CLASSIFIER} has it, and {_CLASS} is {kind}"
         yield problem(config, "model.classifier", rule, f"write {_CLASS}: {CLASSIFIER}, or remove it", value="...")
-    for rules in (_sizes, _contradictions, _positions, _attention, _initial_values, adapter_problems,
-                  _family, _sparse_layers, _vocabulary, _precision, recompute_problems, _parallel_blocks,
-                  qk_clip_problems):  # fmt: skip
-        yield from rules(config)
+    # The last rules ask what each layer is: they need sizes and lists of layers without errors.
+    sizes = [error for rule in (_sizes, _layer_types, moe_layer_problems, stage_problems) for error in rule(config)]
+    yield from sizes
+    rules = [_contradictions, _positions, _windows, _initial_values, _family, _sparse_layers, _vocabulary, _precision,
+             moe_problems]  # fmt: skip
+    if not sizes:
+        rules += [adapter_problems, recompute_problems, _parallel_blocks, qk_clip_problems, balance_problems]
+    for rule in rules:
+        yield from rule(config)
 
 
 def _no_decoder(config: Config) -> Iterator[ConfigError]:
@@ -247,14 +254,19 @@ def _initial_values(config: Config) -> Iterator[ConfigError]:
             yield problem(config, key, str(error), "write for example .*linear_proj.*")
 
 
-def _attention(config: Config) -> Iterator[ConfigError]:
+def _layer_types(config: Config) -> Iterator[ConfigError]:
+    types = config.decoder.layer_types
+    layers = config.decoder.num_layers
+    if types is not None and len(types) != layers:
+        rule = f"must have one entry for each of the {layers} layers, and has {len(types)}"
+        yield problem(config, f"{_KEY}.layer_types", rule, "give that many, or leave it out", value="...")
+
+
+def _windows(config: Config) -> Iterator[ConfigError]:
     """Yields errors for keys about a sliding window that contradict each other or depend on the class."""
     decoder = config.decoder
     architecture = config.model.arch.type
     types = decoder.layer_types
-    if types is not None and len(types) != decoder.num_layers:
-        rule = f"must have one entry for each of the {decoder.num_layers} layers, and has {len(types)}"
-        yield problem(config, f"{_KEY}.layer_types", rule, "give that many, or leave it out", value="...")
     yield from _window_size(config)
     windowed = "sliding_attention" in (types or ())
     if windowed and (not decoder.sliding_window or decoder.use_sliding_window is False):

@@ -17,16 +17,15 @@ _REMOVE_ONE = "remove one of the two"
 
 
 def moe_problems(config: Config) -> Iterator[ConfigError]:
-    """Yields errors for keys of moe_config that contradict each other or are not yet supported."""
+    """Yields errors for keys of moe_config that contradict each other."""
     moe = config.decoder.moe_config
     if moe is None:
         return
     yield from _routing(config, moe)
     yield from _groups(config, moe)
-    yield from _layers(config, moe)
     if moe.expert_num > 1:
         yield from _dropping(config, moe)
-        yield from _unsupported_balance(config, moe)
+        yield from _shared_experts(config, moe)
 
 
 def _routing(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
@@ -70,8 +69,12 @@ def _groups(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         yield problem(config, f"{_KEY}.num_experts_chosen", rule, "lower it, or raise topk_group")
 
 
-def _layers(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
+def moe_layer_problems(config: Config) -> Iterator[ConfigError]:
+    """Yields errors about the layers with experts."""
+    moe = config.decoder.moe_config
     layers = config.decoder.num_layers
+    if moe is None:
+        return
     dense = moe.first_k_dense_replace
     frequency = moe.moe_layer_freq
     key = f"{_KEY}.moe_layer_freq"
@@ -115,8 +118,11 @@ def _dropping(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         yield problem(config, f"{_KEY}.moe_token_drop_policy", rule, fix)
 
 
-def _unsupported_balance(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
-    """Yields errors about balance losses and shared experts that would change the results and are not supported."""
+def balance_problems(config: Config) -> Iterator[ConfigError]:
+    """Yields errors about auxiliary losses that would change the results and are not supported."""
+    moe = config.decoder.experts
+    if moe is None:
+        return
     factor = config.decoder.balance_factor
     types = moe.aux_loss_types or []
     factors = moe.aux_loss_factors or []
@@ -145,6 +151,9 @@ def _unsupported_balance(config: Config, moe: MoEConfig) -> Iterator[ConfigError
         yield problem(config, key, rule, "write seq_aux_loss, the loss of each sequence, or aux_loss_factor: 0")
     elif balancing == "none" and factor:
         yield problem(config, key, "contradicts aux_loss_factor", "write aux_loss_factor: 0")
+
+
+def _shared_experts(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     if moe.use_shared_expert_gating and not config.decoder.shared_expert_size:
         yield problem(config, f"{_KEY}.use_shared_expert_gating", "requires shared experts, and the model has none",
                       "write shared_expert_num, or leave it out")

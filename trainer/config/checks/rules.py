@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.config.checks.adapters import adapter_file_problems
 from trainer.config.checks.loaders import loader_problems, loader_tokenizer_problems
 from trainer.config.checks.model import model_problems
-from trainer.config.checks.moe import callback_problems, moe_problems
+from trainer.config.checks.moe import callback_problems
 from trainer.config.checks.parallel import parallel_problems, runs_semi_auto
 from trainer.config.checks.problem import NO_VALUE, ConfigError, problem, raise_problems
 from trainer.config.patterns import PatternError, read_pattern
@@ -20,7 +20,6 @@ from trainer.config.schema.data import TokenizerConfig
 from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import Config
 from trainer.config.schema.runner import LossScaleSection
-from trainer.config.stages import stage_problems
 from trainer.input_files import links_out_of, missing_path_reason, unwritable_reason
 from trainer.parallel.world import SINGLE_PROCESS, World
 
@@ -34,10 +33,7 @@ _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 def rule_problems(config: Config) -> list[ConfigError]:
     """Returns the errors for keys that contradict each other."""
-    rules = (
-        model_problems, moe_problems, callback_problems, stage_problems, loader_problems, _schedule, _training,
-        _records, _profiles,
-    )  # fmt: skip
+    rules = (model_problems, callback_problems, loader_problems, _schedule, _training, _records, _profiles)
     return [error for rule in rules for error in rule(config)]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config.checks.problem import ConfigError, problem, value_of
@@ -86,7 +86,7 @@ def _unread_reason(config: Config, unsupported: UnsupportedKey) -> str:
     if key == "model.model_config.checkpoint_name_or_path":
         if config.load_checkpoint:
             return "load_checkpoint names the weights"
-        if config.run_mode == "train" and not Path(unsupported.value or "").exists():
+        if config.run_mode == "train" and not os.path.exists(unsupported.value or ""):
             return "run_mode train starts from new weights"
     if key == "eval_dataset.data_loader":
         if trains:

@@ -6,25 +6,31 @@ import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from trainer.config.checks.parallel import SEMI_AUTO
 from trainer.config.families import FAMILIES, LATENT_DEFAULTS, known_class, named_family, source_class
 from trainer.config.family.record import Family, SourceClass
 from trainer.config.layer_types import alternating_layer_types, layers_with_experts, window_layer_types
-from trainer.config.location import SourceLocation
+from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
-from trainer.config.schema.fields import Section, fields_by_yaml_name, yaml_names
+from trainer.config.schema.fields import LAYERS, Section, fields_by_yaml_name, yaml_names
 from trainer.config.schema.model import LATENT_SIZES, ModelConfig
 from trainer.config.schema.moe import MoEConfig
+from trainer.config.schema.system import ParallelMode
 from trainer.errors import value_text
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _NOT_SIZES = ("output_router_logits", "num_key_value_heads")
 _LENGTH = 4096  # the longest context of DeepSeek-V3 in its training
-_MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
+_MODES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("context", "mode", {"GRAPH_MODE": 0, "PYNATIVE_MODE": 1}),
+    ("parallel", "parallel_mode", {"MANUAL_PARALLEL": 0, **{mode.upper(): mode for mode in get_args(ParallelMode)}}),
+)
+"""Sections, keys, and MindSpore's names of their values -> the values here."""
+_MUON: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
 
 
 def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> None:
@@ -132,7 +138,7 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
             implied |= family.model_with_window
         for name, value in implied.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, because)
-        _alternate_windows(resolved, family, because)
+    _alternate_windows(resolved, family, because)
     width = resolved.section(_MODEL).get("hidden_size")
     if family is not None and family.scales_embeddings and isinstance(width, int) and width > 0:
         _set_default(resolved, f"{_MODEL}.embedding_multiplier", math.sqrt(width), because)
@@ -145,17 +151,28 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
         _family_experts(resolved, family, because)
 
 
-def _alternate_windows(resolved: Resolved, family: Family, because: str) -> None:
-    """Sets the layer_types that a family has where a model with a sliding window leaves them out."""
-    settings = resolved.section(_MODEL)
+def _number_of_layers(settings: Mapping[str, Any]) -> int | None:
+    """Returns the layers of a model, by default those of the schema; None for a number that is an error later."""
     layers = settings.get("num_layers", ModelConfig.model_fields["num_layers"].default)
-    period = family.full_attention_period
+    if type(layers) is int and 1 <= layers <= LAYERS:
+        return layers
+    return None
+
+
+def _alternate_windows(resolved: Resolved, family: Family | None, because: str) -> None:
+    """Sets the layer_types of sliding_window_pattern, or of a family, in a model with a sliding window without them."""
+    settings = resolved.section(_MODEL)
+    layers = _number_of_layers(settings)
+    period = 0
+    if family is not None:
+        period = family.full_attention_period
     pattern = settings.get("sliding_window_pattern")
     if type(pattern) is int or (isinstance(pattern, str) and settings.get("layer_types")):  # EXAONE 4 has LLLG
         settings.pop("sliding_window_pattern")
     if type(pattern) is int:
         period = pattern
-    if not period or not settings.get("sliding_window") or type(layers) is not int:
+        because = f"{_MODEL}.sliding_window_pattern"
+    if not period or not settings.get("sliding_window") or layers is None:
         return
     if settings.get("layer_types") is None and settings.get("use_sliding_window") is None:
         settings.pop("layer_types", None)
@@ -357,10 +374,10 @@ def _from_aliases(resolved: Resolved) -> None:
         resolved.data["run_mode"] = "predict"
     if resolved.data.get("output_dir") == "":
         del resolved.data["output_dir"]
-    parallel = resolved.section("parallel")
-    modes = {"MANUAL_PARALLEL": 0, "STAND_ALONE": "stand_alone"}
-    if str(parallel.get("parallel_mode")) in modes:
-        parallel["parallel_mode"] = modes[parallel["parallel_mode"]]
+    for section, name, modes in _MODES:
+        keys = resolved.section(section)
+        if str(keys.get(name)) in modes:
+            keys[name] = modes[keys[name]]
     name = "use_skip_data_by_global_norm"  # older files write it at the top level
     if name in resolved.data:
         _set_default(resolved, f"runner_wrapper.{name}", resolved.data[name], name)
@@ -446,8 +463,8 @@ def _from_window_size(resolved: Resolved) -> None:
     if window[0] < 0:
         return
     _set_default(resolved, f"{_MODEL}.sliding_window", window[0] + 1, key)
-    layers = settings.get("num_layers", ModelConfig.model_fields["num_layers"].default)
-    if settings.get("window_attn_skip_freq") is None or type(layers) is not int:
+    layers = _number_of_layers(settings)
+    if settings.get("window_attn_skip_freq") is None or layers is None:
         return
     frequency = settings["window_attn_skip_freq"]
     types = window_layer_types(layers, frequency)
@@ -465,8 +482,7 @@ def _from_grouped_schedule(resolved: Resolved) -> None:
     others = grouped.get("grouped") or []
     if not isinstance(default, dict) or not isinstance(others, list) or resolved.data.get("lr_schedule"):
         return
-    plain = [{name: value for name, value in other.items() if name != "params"} for other in others]
-    if any(other != default for other in plain):
+    if any(not isinstance(other, dict) or {**other, "params": 0} != {**default, "params": 0} for other in others):
         return  # an error follows: not yet supported
     del resolved.data[key]
     resolved.data.pop("lr_schedule", None)
@@ -480,7 +496,7 @@ def _from_grouped_schedule(resolved: Resolved) -> None:
 def _from_sparse_layers(resolved: Resolved) -> None:
     """Sets moe_layer_freq from ``mlp_layer_types``, or Qwen3-MoE's ``decoder_sparse_step`` and ``mlp_only_layers``."""
     experts = resolved.section(_EXPERTS)
-    layers = resolved.section(_MODEL).get("num_layers")
+    layers = _number_of_layers(resolved.section(_MODEL))
     types = experts.get("mlp_layer_types")
     if isinstance(types, list) and len(types) == layers and {"dense", "sparse"}.issuperset(map(str, types)):
         del experts["mlp_layer_types"]
@@ -488,7 +504,7 @@ def _from_sparse_layers(resolved: Resolved) -> None:
         _set_default(resolved, f"{_EXPERTS}.moe_layer_freq", frequency, f"{_EXPERTS}.mlp_layer_types")
     step = experts.get("decoder_sparse_step", 1)
     dense = experts.get("mlp_only_layers")
-    if not isinstance(step, int) or step < 1 or not isinstance(layers, int) or not isinstance(dense, list | None):
+    if not isinstance(step, int) or step < 1 or layers is None or not isinstance(dense, list | None):
         return
     if dense:
         because = f"{_EXPERTS}.mlp_only_layers"
@@ -506,13 +522,17 @@ def _from_optimizer(resolved: Resolved) -> None:
     if optimizer.get("type") == "Muon":
         for name, value in deepcopy(_MUON).items():
             _set_default(resolved, f"optimizer.{name}", value, "optimizer.type")
+        betas = resolved.section("optimizer")["betas"]
+        for number, value in enumerate(_MUON["betas"]):  # beta1 alone leaves the other one to the schema
+            if resolved.positions.get(f"optimizer.betas.{number}") == NO_LOCATION:
+                betas[number] = value
         if not resolved.section(_MODEL).get("multi_latent_attention") and "qk_clip_threshold" not in optimizer:
             _set_default(resolved, "optimizer.qk_clip_enabled", False, "optimizer.type")
     rate = optimizer.get("learning_rate")
     because = "optimizer.learning_rate"
     if rate is None or isinstance(rate, bool):
         return
-    if not schedule and "lr_schedule" not in resolved.positions:
+    if not schedule:
         _set_default(resolved, "lr_schedule.type", "ConstantWarmUpLR", because)
     name = "learning_rate"
     if str(schedule.get("type", "")).startswith("CosineAnnealing"):

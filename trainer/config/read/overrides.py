@@ -22,7 +22,7 @@ from trainer.config.read.nodes import (
     plain,
     writable_node,
 )
-from trainer.config.read.relocate import canonical_key, default_node, fields_at
+from trainer.config.read.relocate import canonical_key, default_node, fields_at, remove_key
 from trainer.config.read.yaml_reader import MAX_LEVELS, MAX_VALUES, TooLarge, check_size, parse_value
 from trainer.config.schema.fields import (
     Section,
@@ -144,10 +144,13 @@ def _apply(root: Table, override: Override, place: SourceLocation, value: Entry)
 def _first_item(shape: Shape, keys: Sequence[str], override: Override) -> str:
     """Returns an item of a list that has the key of an override, as YAML; empty if no single type of item has it."""
     kinds = [kind for kind in shape.kinds if kind.support == "supported"]
-    types = [types_of(kind)[0] for kind in kinds if len(keys) == 1 and keys[0] in fields_by_yaml_name(kind)]
-    if len(types) == 1:
-        return f"{{type: {types[0]}, {keys[0]}: {override.text}}}"
-    return ""
+    kinds = [kind for kind in kinds if len(keys) == 1 and keys[0] in fields_by_yaml_name(kind)]
+    if len(kinds) != 1:
+        return ""
+    item = f"{keys[0]}: {override.text}"
+    if "type" in kinds[0].model_fields:
+        item = f"type: {types_of(kinds[0])[0]}, {item}"
+    return f"{{{item}}}"
 
 
 def _valid_indices(count: int) -> str:
@@ -170,20 +173,19 @@ def _remove(root: Table, keys: list[str]) -> bool:
     entry = Entry(root)
     for key in keys[:-1]:
         section = writable_node(entry)
-        if isinstance(section, Table):
-            entries = section.explicit
-        else:
-            entries = dict(children(section))
+        entries = dict(children(section))
         if key not in entries:
             return False
         entry = entries[key]
+        if isinstance(section, Table):
+            section.explicit[key] = entry
     table = writable_node(entry)
     if not isinstance(table, Table):
         return False
     names = {keys[-1], *(name for field in fields for name in aliases_of(field))}
-    present = [name for name in names if name in table.explicit]
+    present = [name for name in names if name in table.entries()]
     for name in present:
-        del table.explicit[name]
+        remove_key(table, name)
     return bool(present)
 
 

@@ -138,11 +138,12 @@ def _drop_total_width(settings: Table) -> None:
     nope = values.get("qk_nope_head_dim")
     rope = values.get("qk_rope_head_dim")
     if isinstance(nope, int) and isinstance(rope, int) and values.get("qk_head_dim") == nope + rope:
-        _remove(settings, "qk_head_dim")
+        remove_key(settings, "qk_head_dim")
 
 
-def _remove(table: Table, name: str) -> None:
-    if name not in table.explicit:
+def remove_key(table: Table, name: str) -> None:
+    """Removes a key that a section has, also from its merge keys."""
+    if any(name in base.entries() for base in table.bases):
         table.explicit = table.entries()
         table.bases = []
     del table.explicit[name]
@@ -171,7 +172,7 @@ def parent(root: Table, key: str, place: SourceLocation) -> Table:
 
 def _move(root: Table, row: Row, entry: Entry) -> None:
     """Moves an entry from its old place to the new one, where it is merged with what is there."""
-    _remove(parent(root, row.old, entry.place), row.old.rpartition(".")[2])
+    remove_key(parent(root, row.old, entry.place), row.old.rpartition(".")[2])
     if is_null(entry.node) and not row.keeps_null:
         return
     section, _, name = row.new.rpartition(".")

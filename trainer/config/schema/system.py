@@ -8,7 +8,8 @@ from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, FilePath, 
 
 # A list in a list is MindSpore Transformers' way to number the layers of each pipeline stage: recompute.py refuses it.
 _Layers: TypeAlias = bool | int | str | list[int | str | list[Any]]
-_Mode: TypeAlias = Literal["stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"]
+ParallelMode: TypeAlias = Literal[
+    "stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel"]
 
 
 class ContextConfig(Section):
@@ -90,7 +91,7 @@ class PipelineConfig(Section):
 class ParallelSection(Section):
     """Parallel mode and its settings (YAML ``parallel``)."""
 
-    parallel_mode: Literal[0, 1, 2, 3] | _Mode = setting(
+    parallel_mode: Literal[0, 1, 2, 3] | ParallelMode = setting(
         0, "0, data_parallel or MANUAL_PARALLEL: explicit mode. 1, on several ranks: MindSpore's semi-automatic mode"
         " (Ascend only). 2 (automatic) and 3 (hybrid) are not yet supported.")
     parallel_fallback: Literal["explicit"] | None = setting(

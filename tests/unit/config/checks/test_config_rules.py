@@ -98,6 +98,7 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
             ["num_heads = 5: must divide hidden_size (64)", "use 4 heads"],
         ),
         ("model_config: {hidden_size: 12, num_heads: 4}\n", ["the head size is 3", "even number"]),
+        ("model_config: {hidden_size: 2, num_heads: 4, pet_config: {}}\n", ["num_heads = 4: must divide hidden_size"]),
         ("model_config: {head_dim: 5}\n", ["a.yaml:1: model_config.head_dim = 5", "even number"]),
         (
             "model_config: {head_dim: 24, rotary_pct: 0.55}\n",
@@ -151,6 +152,15 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
             ["num_experts_chosen = 3: 1 groups of 2 experts have fewer"],
         ),
         ("model_config: {num_layers: 2}\nmoe_config: {moe_layer_freq: [1]}\n", ["one number for each of the 2 layers"]),
+        *((f"model_config: {{num_layers: 2, {keys}}}\nmoe_config: {{expert_num: 8, moe_layer_freq: {frequency}}}\n",
+           [f"moe_layer_freq = {frequency}: ", rule])
+          for keys in ("pet_config: {target_modules: .*w1}", "router_aux_loss_coef: 0.1")
+          for frequency, rule in (("[1]", "one number for each of the 2 layers"), ("0", "must be at least 1"))),
+        *((f"parallel_config: {{pipeline_stage: 2}}\nrecompute_config: {{recompute: [1, 1]}}\n"
+           f"model_config: {{num_layers: 4, offset: {offset}}}\n", [f"a.yaml:3: model_config.offset = {offset}: {rule}"])
+          for offset, rule in (("[0, 0, 0]", "2 stages need a list of 2 numbers"), ("[3, -3]", "a stage would have -1"),
+                               ("[1, 1]", "the stages would have 6 layers"), ("1", "the stages would have 6 layers"),
+                               ("-1", "the stages would have 2 layers, and the model has 4"))),
         ("moe_config: {use_gating_sigmoid: True, scoring_func: softmax}\n", ["contradicts use_gating_sigmoid"]),
         ("moe_config: {aux_loss_factors: [1.0]}\n", ["one factor for each of aux_loss_types (0)"]),
         (

@@ -208,6 +208,11 @@ def test_ranks_of_an_ascend_that_divide_a_model_train_without_samples_and_say_so
     assert not "".join(sample_notes(config, EIGHT, "CPU"))
 
 
+def test_numbers_have_the_names_of_mindspore() -> None:
+    config = load("context: {mode: PYNATIVE_MODE}\nparallel: {parallel_mode: SEMI_AUTO_PARALLEL}\n")
+    assert (config.context.mode, config.parallel.parallel_mode) == (1, "semi_auto_parallel")
+
+
 def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     text = "parallel: {parallel_mode: 1, parallel_fallback: explicit}\n"
     config = load(BASE + "use_parallel: True\n" + text)
