@@ -300,6 +300,12 @@ def test_norms_and_scale_of_latent_attention_are_those_of_the_class(keys: str, n
     assert bool(class_differences(config.decoder, "DeepseekV3ForCausalLM")) == (not normed)
 
 
+def test_latent_attention_of_another_class_has_its_own_sizes() -> None:
+    keys = f"model_type: qwen3, {SMALL}, num_key_value_heads: 4, multi_latent_attention: True"
+    factor = 0.1 * 0.707 * math.log(40) + 1
+    assert attention_spec(load(newer(keys)).decoder).scale == pytest.approx(factor**2 / math.sqrt(128 + 64))
+
+
 @pytest.mark.parametrize(("keys", "told"), [
     (LATENT.replace("qk_nope_head_dim: 12", "qk_nope_head_dim: -40"), "model.qk_nope_head_dim = -40: must be at least"),
     (LATENT + ", mscale: 1e200", "softmax_scale"),

@@ -41,6 +41,10 @@ def test_keys_that_change_no_number_are_a_note(schema, key: str) -> None:
     assert load(text).decoder.num_layers == 4
 
 
+def test_a_name_of_weights_that_no_path_can_have_is_a_note() -> None:
+    assert "checkpoint_name_or_path" in notes(older(f"checkpoint_name_or_path: {'x' * 300}"))
+
+
 @pytest.mark.parametrize("key", ["moe_shared_expert_overlap: True", "print_expert_load: True"])
 def test_keys_of_experts_that_change_no_number_are_a_note(key: str) -> None:
     assert f".{key.partition(':')[0]}" in notes(newer(f"num_experts: 4, num_experts_per_tok: 2, {key}"))

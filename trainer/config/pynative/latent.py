@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.checks.problem import problem_at
-from trainer.config.families import FAMILIES, has_latent_attention, named_family
+from trainer.config.families import has_latent_attention, named_family
 from trainer.config.family.record import SourceClass
 from trainer.config.pynative.work import Translation
 from trainer.config.read.relocate import parent
@@ -31,7 +31,7 @@ def asks_for_latent_attention(settings: Mapping[str, Any]) -> bool:
     return any(settings.get(name) is not None for name in LATENT_SIZES)
 
 
-def set_latent_attention(work: Translation, family: str, known: SourceClass) -> None:
+def set_latent_attention(work: Translation, known: SourceClass) -> None:
     """Sets norms and scale of latent attention where a file leaves them out.
 
     Its latent vectors have norms only with qk_layernorm. Even without yarn the scale is
@@ -52,8 +52,8 @@ def set_latent_attention(work: Translation, family: str, known: SourceClass) -> 
     values: dict[str, Any] = {name: settings.get(name, default) for name, default in _DEFAULTS.items()}
     values["factor"] = next((settings[name] for name in _FACTORS if name in settings), values["factor"])
     values |= {name: scaling[name] for name in _DEFAULTS if scaling.get(name) is not None}
-    defaults = FAMILIES[family].defaults
-    width: Any = [settings.get(name, defaults[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim")
+    width: Any = [settings.get(name, ModelConfig.model_fields[name].default) for name in parts]
     if not all(type(value) in (int, float) for value in (*values.values(), *width)) or sum(width) <= 0:
         return  # an error follows
     if "yarn" in (settings.get("position_embedding_type"), scaling.get("type"), scaling.get("rope_type")):

@@ -155,7 +155,7 @@ def _model(work: Translation, row: Row) -> None:
             work.notes.append(f"{entry.place.text}: {key}.{name}: {text}")
         work.set_key(f"{_MODEL}.{name}", entry.node, f"{key}.{name}", place=entry.place)
     if known is not None and has_latent_attention(family, settings):
-        set_latent_attention(work, family, known)
+        set_latent_attention(work, known)
 
 
 def _targets(work: Translation, row: Row) -> None:
