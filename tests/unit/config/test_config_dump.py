@@ -38,6 +38,20 @@ def test_a_dumped_configuration_loads_to_an_equal_one(text):
     assert dump_config(again) == dump_config(config)
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("Gemma2ForCausalLM", "attn_logit_softcapping: null, sliding_window: 8"),
+        ("SmolLM3ForCausalLM", "nope_layer_interval: null"),
+        ("GptOssForCausalLM", "moe_config: {expert_num: 4, swiglu_limit: null}"),
+        ("Glm4MoeForCausalLM", "moe_config: {expert_num: 4, aux_loss_factor: null}"),
+    ],
+)
+def test_a_null_instead_of_the_value_of_a_family_is_in_the_dump(kind: str, keys: str):
+    config = load(f"model: {{arch: {{type: {kind}}}, model_config: {{num_layers: 2, {keys}}}}}\n")
+    assert parse_config("dumped.yaml", dump_config(config)) == config
+
+
 def test_overrides_are_in_the_dump():
     config = load(BASE, "runner_config.epochs=7", "model_config.rope_scaling.rope_type=yarn")
     again = parse_config("dumped.yaml", dump_config(config))

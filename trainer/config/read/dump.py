@@ -11,6 +11,7 @@ from yaml.nodes import SequenceNode
 from yaml.representer import SafeRepresenter
 from yaml.serializer import Serializer
 
+from trainer.config.families import FAMILIES
 from trainer.config.read.yaml_reader import ScalarResolver
 from trainer.config.schema.fields import Section, support_of
 from trainer.config.schema.root import Config
@@ -71,6 +72,13 @@ def plain_values(config: Config) -> dict[str, Any]:
         del plain["runner_config"]["gradient_accumulation_steps"]  # another job derives its own number
     if not config.is_decoder:
         del plain["model"]["model_config"]  # the defaults of decoders, without effect
+        return plain
+    family = FAMILIES[config.model.arch.type]
+    settings = plain["model"]["model_config"]
+    implied = [(settings, name) for name in (*family.model, *family.model_with_window)]
+    implied += [(settings["moe_config"], name) for name in family.experts if "moe_config" in settings]
+    for section, name in implied:
+        section.setdefault(name, None)  # the file has null instead of the family's value
     return plain
 
 

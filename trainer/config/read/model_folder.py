@@ -433,7 +433,7 @@ def model_from_config_json(config_json: Mapping[str, Any]) -> ModelConfig:
     table = tree(config_json)
     assert isinstance(table, Table), "a config.json is a mapping"
     facts = _model(table, "config.json", Resolved())
-    apply_derived_defaults(facts)
+    apply_derived_defaults(facts, is_complete=True)  # with all defaults, which are those of transformers
     settings = facts.data["model"]["model_config"]
     if "moe_config" in settings:
         experts = {name: value for name, value in settings["moe_config"].items() if value is not None}
