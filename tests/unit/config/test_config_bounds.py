@@ -46,8 +46,8 @@ def chain(length: int) -> str:
         ("optimizer: {learning_rate: 1e999}", "optimizer.learning_rate = '1e999': must be a number"),
         ("model: {model_config: {num_layers: 9223372036854775808}}", "num_layers = '9223372036854775808': must be an"),
         *((f"model: {{model_config: {{num_layers: 9223372036854775807, {keys}}}}}", "must be at most 10000")
-          for keys in ("batch_size: 1", "sliding_window: 8, sliding_window_pattern: 2", "moe_config: {mlp_only_layers: [1]}",
-                       "window_size: [7, 0], window_attn_skip_freq: 2")),
+          for keys in ("batch_size: 1", "sliding_window: 8, sliding_window_pattern: 2",
+                       "moe_config: {mlp_only_layers: [1]}", "window_size: [7, 0], window_attn_skip_freq: 2")),
         ("model: {model_config: {hidden_size: 100000000}}", "must be at most 16777216"),
         ("model: {model_config: {eos_token_id: [1, 4294967296]}}", "must be at most 2147483647"),
         ("processor: !secret {a: 1}", "the tag !secret is not supported on a list or mapping"),

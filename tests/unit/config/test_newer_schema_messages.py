@@ -75,6 +75,10 @@ def answer(text: str) -> str:
             " Default 1000.",
         ),
         (
+            "optimizer: {adamw_betas: [0.9, 0.9]}",
+            "optimizer.adamw_betas = [0.9, 0.9]: only Muon has it.\n  Fix: write betas.",
+        ),
+        (
             "optimizer: AdamW",
             "optimizer = 'AdamW': must be a section.\n  Fix: write optimizer: and its keys indented below.",
         ),

@@ -53,7 +53,7 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
         rule = f"only an {CLASSIFIER} has it, and {_CLASS} is {kind}"
         yield problem(config, "model.classifier", rule, f"write {_CLASS}: {CLASSIFIER}, or remove it", value="...")
     # The last rules ask what each layer is: they need sizes and lists of layers without errors.
-    sizes = [error for rule in (_sizes, _layer_types, moe_layer_problems, stage_problems) for error in rule(config)]
+    sizes = [error for rule in (_sizes, _layer_lists, moe_layer_problems, stage_problems) for error in rule(config)]
     yield from sizes
     rules = [_contradictions, _positions, _windows, _initial_values, _family, _sparse_layers, _vocabulary, _precision,
              moe_problems]  # fmt: skip
@@ -254,12 +254,17 @@ def _initial_values(config: Config) -> Iterator[ConfigError]:
             yield problem(config, key, str(error), "write for example .*linear_proj.*")
 
 
-def _layer_types(config: Config) -> Iterator[ConfigError]:
-    types = config.decoder.layer_types
-    layers = config.decoder.num_layers
-    if types is not None and len(types) != layers:
-        rule = f"must have one entry for each of the {layers} layers, and has {len(types)}"
-        yield problem(config, f"{_KEY}.layer_types", rule, "give that many, or leave it out", value="...")
+def _layer_lists(config: Config) -> Iterator[ConfigError]:
+    """Yields errors for lists that do not have one entry for each layer; the loader replaces two of them otherwise."""
+    decoder = config.decoder
+    layers = decoder.num_layers
+    lists = {f"{_KEY}.layer_types": decoder.layer_types, f"{_KEY}.no_rope_layers": decoder.no_rope_layers}
+    if decoder.moe_config is not None:
+        lists[f"{_EXPERTS}.mlp_layer_types"] = decoder.moe_config.mlp_layer_types
+    for key, entries in lists.items():
+        if entries is not None and len(entries) != layers:
+            rule = f"must have one entry for each of the {layers} layers, and has {len(entries)}"
+            yield problem(config, key, rule, "give that many, or leave it out", value="...")
 
 
 def _windows(config: Config) -> Iterator[ConfigError]:
@@ -295,7 +300,7 @@ def _window_size(config: Config) -> Iterator[ConfigError]:
         rule = "must be two numbers, of tokens before the current one and 0 after it: attention is causal"
         fix = "write [W, 0] for a window of W tokens before the current one"
         yield problem(config, f"{_KEY}.window_size", rule, fix)
-    elif window[0] >= 0 and decoder.sliding_window != window[0] + 1:
+    elif (decoder.sliding_window or 0) != window[0] + 1:
         rule = f"disagrees with sliding_window = {decoder.sliding_window}: it means {window[0] + 1}"
         yield problem(config, f"{_KEY}.window_size", rule, _REMOVE_ONE)
     elif frequency is None or window[0] < 0 or config.source.is_of_run:
@@ -367,9 +372,6 @@ def _sparse_layers(config: Config) -> Iterator[ConfigError]:
     if moe is None:
         return
     dense = moe.mlp_only_layers or []
-    if moe.mlp_layer_types is not None:
-        rule = f"must have one entry for each of the {layers} layers, and has {len(moe.mlp_layer_types)}"
-        yield problem(config, f"{_EXPERTS}.mlp_layer_types", rule, "give that many, or leave it out", value="...")
     outside = [layer for layer in dense if not 0 <= layer < layers]
     if outside:
         yield problem(config, f"{_EXPERTS}.mlp_only_layers", f"there is no such layer: they are 0 to {layers - 1}",

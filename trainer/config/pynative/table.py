@@ -72,6 +72,9 @@ def _optimizer(work: Translation, row: Row) -> None:
     kind = work.values["optimizer.type"]
     if kind == "Muon":
         _rename_muon(work, table)
+    for name in ("adamw_betas", "adamw_eps"):
+        if table.explicit.pop(name, None):
+            work.problem(f"{row.old}.{name}", "only Muon has it", f"write {name.removeprefix('adamw_')}")
     if kind == "SGD":
         text = "optimizer.type SGD: MindSpore Transformers' PynativeTrainer does not have it"
         work.notes.append(Note(text, "parallel"))

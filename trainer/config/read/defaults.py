@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trainer.config.checks.parallel import SEMI_AUTO
+from trainer.config.checks.problem import problem_at
 from trainer.config.families import FAMILIES, LATENT_DEFAULTS, known_class, named_family, source_class
 from trainer.config.family.record import Family, SourceClass
 from trainer.config.layer_types import alternating_layer_types, layers_with_experts, window_layer_types
@@ -69,6 +70,27 @@ def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> bool
     place = resolved.positions[because]
     resolved.positions[key] = SourceLocation(place.order, f"{place.text} ({place.key or because})")
     return True
+
+
+def _replace(resolved: Resolved, old: str, new: str, value: Any) -> None:
+    """Sets a key from another one with the same meaning, which is left out then; two values in a file are an error."""
+    section, _, name = old.rpartition(".")
+    written = resolved.section(section).pop(name)
+    known = resolved.value(new)
+    if known is None:
+        new_section, _, new_name = new.rpartition(".")
+        resolved.section(new_section).pop(new_name, None)
+    if _set_default(resolved, new, value, old) or known == value or resolved.data.get("pretrained_model_dir"):
+        return  # of a model folder the file wins
+    _add_disagreement(resolved, old, new, written)
+
+
+def _add_disagreement(resolved: Resolved, key: str, other: str, value: Any) -> None:
+    """Adds the problem of a key with another value than a key with the same meaning."""
+    place = resolved.positions[key]
+    written = value_text(resolved.value(other))
+    rule = f"disagrees with {other.rpartition('.')[2]} = {written} ({resolved.positions[other].text})"
+    resolved.problems.append(problem_at(place, place.key or key, rule, "remove one of the two", value))
 
 
 def _from_sharded_experts(resolved: Resolved) -> None:
@@ -351,8 +373,7 @@ def _from_aliases(resolved: Resolved) -> None:
     divisor = settings.get("query_pre_attn_scalar")
     # The schema refuses other values.
     if isinstance(divisor, int | float) and type(divisor) is not bool and 0 < divisor < math.inf:
-        del settings["query_pre_attn_scalar"]
-        _set_default(resolved, f"{_MODEL}.softmax_scale", divisor**-0.5, f"{_MODEL}.query_pre_attn_scalar")
+        _replace(resolved, f"{_MODEL}.query_pre_attn_scalar", f"{_MODEL}.softmax_scale", divisor**-0.5)
     uses_bias = settings.get("use_bias")
     for name in ("qkv_has_bias", "attn_proj_has_bias", "mlp_has_bias"):
         if isinstance(uses_bias, bool):
@@ -379,8 +400,10 @@ def _from_aliases(resolved: Resolved) -> None:
         if str(keys.get(name)) in modes:
             keys[name] = modes[keys[name]]
     name = "use_skip_data_by_global_norm"  # older files write it at the top level
-    if name in resolved.data:
-        _set_default(resolved, f"runner_wrapper.{name}", resolved.data[name], name)
+    key = f"runner_wrapper.{name}"
+    if name in resolved.data and not _set_default(resolved, key, resolved.data[name], name):
+        if resolved.data[name] is True and resolved.value(key) is False:
+            _add_disagreement(resolved, name, key, True)
 
 
 def _from_rotated_layers(resolved: Resolved) -> None:
@@ -388,10 +411,10 @@ def _from_rotated_layers(resolved: Resolved) -> None:
     settings = resolved.section(_MODEL)
     rotated = settings.get("no_rope_layers")
     # The schema refuses other values.
-    if isinstance(rotated, list) and all(type(each) is int and each in (0, 1) for each in rotated):
-        del settings["no_rope_layers"]
+    is_valid = isinstance(rotated, list) and all(type(each) is int and each in (0, 1) for each in rotated)
+    if is_valid and len(rotated) == _number_of_layers(settings):
         layers = [layer for layer, has_rotary in enumerate(rotated) if has_rotary == 0]
-        _set_default(resolved, f"{_MODEL}.nope_layers", layers, f"{_MODEL}.no_rope_layers")
+        _replace(resolved, f"{_MODEL}.no_rope_layers", f"{_MODEL}.nope_layers", layers)
     is_interval_written = resolved.name_in_file(f"{_MODEL}.nope_layer_interval") == "nope_layer_interval"
     if settings.get("nope_layers") is not None and not is_interval_written:
         settings["nope_layer_interval"] = None
@@ -409,7 +432,13 @@ def _from_flat_yarn(resolved: Resolved) -> None:
     factor = settings.get(key)
     if settings.get("position_embedding_type") != "yarn" or isinstance(factor, dict) or not key:
         return
-    existing = settings.pop("rope_scaling", None)
+    existing = settings.get("rope_scaling")
+    if isinstance(existing, dict) and not resolved.data.get("pretrained_model_dir"):
+        for name, value in (("rope_type", "yarn"), ("factor", factor)):
+            if existing.get(name, value) != value:
+                _add_disagreement(resolved, f"{_MODEL}.{key}", f"{_MODEL}.rope_scaling.{name}", factor)
+                return
+    settings.pop("rope_scaling", None)
     if not isinstance(existing, dict) or existing.get("rope_type") != "yarn":
         existing = {}
     _set_default(resolved, f"{_MODEL}.rope_scaling", {**existing, "rope_type": "yarn", "factor": factor}, because)
@@ -499,9 +528,8 @@ def _from_sparse_layers(resolved: Resolved) -> None:
     layers = _number_of_layers(resolved.section(_MODEL))
     types = experts.get("mlp_layer_types")
     if isinstance(types, list) and len(types) == layers and {"dense", "sparse"}.issuperset(map(str, types)):
-        del experts["mlp_layer_types"]
         frequency = [int(kind == "sparse") for kind in types]
-        _set_default(resolved, f"{_EXPERTS}.moe_layer_freq", frequency, f"{_EXPERTS}.mlp_layer_types")
+        _replace(resolved, f"{_EXPERTS}.mlp_layer_types", f"{_EXPERTS}.moe_layer_freq", frequency)
     step = experts.get("decoder_sparse_step", 1)
     dense = experts.get("mlp_only_layers")
     if not isinstance(step, int) or step < 1 or layers is None or not isinstance(dense, list | None):

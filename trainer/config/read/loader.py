@@ -63,8 +63,8 @@ def parse_config(
     resolved = resolve(root, source_places)
     add_model_folder(resolved)
     teacher, teacher_problems = read_teacher(resolved, name)
-    errors += [*resolved.problems, *teacher_problems]
     apply_derived_defaults(resolved, is_complete=text.startswith((RESOLVED, SMALL_COPY)))
+    errors += [*resolved.problems, *teacher_problems]
     all_notes = tuple(notes + override_notes + resolved.notes)
     is_of_run = text.startswith(RESOLVED)
     source = ConfigSource(name, resolved.positions, all_notes, source_places, source_defaults, is_of_run)

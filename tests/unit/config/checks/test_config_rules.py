@@ -156,6 +156,8 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
            [f"moe_layer_freq = {frequency}: ", rule])
           for keys in ("pet_config: {target_modules: .*w1}", "router_aux_loss_coef: 0.1")
           for frequency, rule in (("[1]", "one number for each of the 2 layers"), ("0", "must be at least 1"))),
+        ("use_skip_data_by_global_norm: True\nrunner_wrapper: {use_skip_data_by_global_norm: False}\n",
+         ["a.yaml:1: use_skip_data_by_global_norm = true: disagrees with use_skip_data_by_global_norm = false (a.y"]),
         *((f"parallel_config: {{pipeline_stage: 2}}\nrecompute_config: {{recompute: [1, 1]}}\n"
            f"model_config: {{num_layers: 4, offset: {offset}}}\n", [f"a.yaml:3: model_config.offset = {offset}: {rule}"])
           for offset, rule in (("[0, 0, 0]", "2 stages need a list of 2 numbers"), ("[3, -3]", "a stage would have -1"),
