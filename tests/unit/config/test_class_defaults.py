@@ -309,6 +309,7 @@ def test_latent_attention_of_another_class_has_its_own_sizes() -> None:
 @pytest.mark.parametrize(("keys", "told"), [
     (LATENT.replace("qk_nope_head_dim: 12", "qk_nope_head_dim: -40"), "model.qk_nope_head_dim = -40: must be at least"),
     (LATENT + ", mscale: 1e200", "softmax_scale"),
+    (LATENT + ", qk_layernorm: null", "a.yaml:4: model.qk_layernorm = null: must be true or false"),
 ])  # fmt: skip
 def test_a_scale_that_cannot_be_computed_is_an_error_in_words(keys: str, told: str) -> None:
     assert told in error_of(newer(keys))

@@ -27,9 +27,9 @@ def shared_experts(settings: Any) -> int:
 
 def layer_interval(settings: Any) -> int:
     """Returns every how many layers one has experts, between the first and the last that has them (ERNIE 4.5)."""
-    first, *others = (layer for layer in settings.moe_layers if layer < settings.num_layers)
-    if others:
-        return others[0] - first
+    layers = [layer for layer in settings.moe_layers if layer < settings.num_layers]
+    if len(layers) > 1:
+        return layers[1] - layers[0]
     return 1
 
 

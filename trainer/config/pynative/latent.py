@@ -38,11 +38,12 @@ def set_latent_attention(work: Translation, known: SourceClass) -> None:
     (0.1 mscale ln(rotary_scaling_factor) + 1)^2 / sqrt(width of a query) (softmax_scale of its MultiLatentAttention).
     """
     names = yaml_names(ModelConfig)
-    settings = {names.get(name, name): value for name, value in work.values["model"].items() if value is not None}
+    written = {names.get(name, name): value for name, value in work.values["model"].items()}
+    settings = {name: value for name, value in written.items() if value is not None}
     source = f"of MindSpore Transformers' {known.name}"
     entries = work.table("model").explicit
     place = entries["model_type"].place
-    for key in known.differences.keys() - settings.keys():
+    for key in known.differences.keys() - written.keys():
         work.set_key(f"{_MODEL}.{key}", False, "model", place=place._replace(key="model.qk_layernorm"))
         text = f"the file has no qk_layernorm, so the latent vectors {source} have no norms"
         work.notes.append(f"{place.text}: {text}; the released DeepSeek-V3 has them: write qk_layernorm: true")

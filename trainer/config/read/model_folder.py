@@ -83,7 +83,7 @@ def add_model_folder(resolved: Resolved, key: str = KEY) -> None:
         try:
             _family(resolved, resolved.section(_MODEL), places)
         except UserError as error:  # reported together with the other problems
-            resolved.problems.append(ConfigError(max(places.values()), error))
+            resolved.problems.append(ConfigError(max(places.values(), key=lambda place: place.order), error))
         return
     if rule := path_error(name):
         resolved.problems.append(problem_at(place, key, rule, _FIX, name))

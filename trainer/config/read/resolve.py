@@ -149,7 +149,8 @@ def _merged(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
     try:
         return Entry(merge_entries(first, second, key), first.place)
     except UserError:
-        resolved.problems.append(ConfigError(max(first.place, second.place), disagreement(key, first, second)))
+        later = max(first.place, second.place, key=lambda place: place.order)
+        resolved.problems.append(ConfigError(later, disagreement(key, first, second)))
         return first
 
 

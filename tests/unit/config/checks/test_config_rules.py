@@ -159,9 +159,9 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
         ("use_skip_data_by_global_norm: True\nrunner_wrapper: {use_skip_data_by_global_norm: False}\n",
          ["a.yaml:1: use_skip_data_by_global_norm = true: disagrees with use_skip_data_by_global_norm = false (a.y"]),
         *((f"parallel_config: {{pipeline_stage: 2}}\nrecompute_config: {{recompute: [1, 1]}}\n"
-           f"model_config: {{num_layers: 4, offset: {offset}}}\n", [f"a.yaml:3: model_config.offset = {offset}: {rule}"])
+           f"model_config: {{num_layers: 4, offset: {offset}}}\n", [f"3: model_config.offset = {offset}: {rule}"])
           for offset, rule in (("[0, 0, 0]", "2 stages need a list of 2 numbers"), ("[3, -3]", "a stage would have -1"),
-                               ("[1, 1]", "the stages would have 6 layers"), ("1", "the stages would have 6 layers"),
+                               ("[1, 1]", "the stages would have 6"), ("1", "the stages would have 6 layers"),
                                ("-1", "the stages would have 2 layers, and the model has 4"))),
         ("moe_config: {use_gating_sigmoid: True, scoring_func: softmax}\n", ["contradicts use_gating_sigmoid"]),
         ("moe_config: {aux_loss_factors: [1.0]}\n", ["one factor for each of aux_loss_types (0)"]),
