@@ -159,7 +159,7 @@ def test_which_layers_of_ernie_have_experts(keys: str, layers: tuple[int, ...]) 
         (qwen3_moe("mlp_only_layers: [4]"), ["mlp_only_layers = 4: there is no such layer: they are 0 to 3"]),
         (
             qwen3_moe("decoder_sparse_step: 2, moe_layer_freq: 2"),
-            ["decoder_sparse_step = 2: disagrees with moe_layer_freq = 2: it means [0, 1, 0, 1]"],
+            ["decoder_sparse_step = 2: disagrees with moe_layer_freq = 2 (a.yaml:3): it means [0, 1, 0, 1]"],
         ),
         (qwen3_moe("decoder_sparse_step: 5"), ["leaves no layer with experts"]),
         (qwen3_moe("decoder_sparse_step: 0"), ["decoder_sparse_step = 0: must be at least 1"]),

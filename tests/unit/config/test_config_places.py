@@ -410,7 +410,7 @@ def test_muon_has_the_defaults_of_mindspore_transformers():
 def test_untied_embeddings_are_the_opposite_of_tied_ones():
     assert load("model_config: {untie_embeddings_and_output_weights: False}\n").decoder.tie_word_embeddings
     message = error_of("model_config:\n  untie_embeddings_and_output_weights: True\n  tie_word_embeddings: True\n")
-    assert "contradicts tie_word_embeddings = true (a.yaml:3)" in message
+    assert "disagrees with tie_word_embeddings = true (a.yaml:3): it means false" in message
 
 
 # What Hugging Face's config.json and other optimizers write

@@ -119,8 +119,8 @@ def test_a_run_of_an_earlier_version_resumes_with_its_windows() -> None:
     [
         ("window_size: [7, 1]", "window_size = [7, 1]: must be two numbers"),
         ("window_size: [7]", "window_size = [7]: must be two numbers"),
-        ("window_size: [7, 0], sliding_window: 7", "disagrees with sliding_window = 7: it means 8"),
-        ("window_size: [-1, 0], sliding_window: 7", "disagrees with sliding_window = 7: it means 0"),
+        ("window_size: [7, 0], sliding_window: 7", "disagrees with sliding_window = 7 (a.yaml:1): it means 8"),
+        ("window_size: [-1, 0], sliding_window: 7", "disagrees with sliding_window = 7 (a.yaml:1): it means 0"),
         ("softmax_scale: 0.3, query_pre_attn_scalar: 16", "pre_attn_scalar = 16: disagrees with softmax_scale = 0.3"),
         ("nope_layers: [0], no_rope_layers: [1, 1, 1, 0]", "no_rope_layers = [1, 1, 1, 0]: disagrees with nope_lay"),
         ("no_rope_layers: [1, 0]", "no_rope_layers = '...': must have one entry for each of the 4 layers, and has 2"),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from trainer.config.checks.adapters import adapter_problems
 from trainer.config.checks.moe import balance_problems, moe_layer_problems, moe_problems
 from trainer.config.checks.problem import ConfigError, problem, value_of
 from trainer.config.checks.qk_clip import qk_clip_problems
 from trainer.config.families import FAMILIES, named_family
-from trainer.config.layer_types import layers_with_experts, window_layer_types
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems, recomputed_parts
@@ -21,7 +21,6 @@ from trainer.config.schema.model import LATENT_SIZES, ModelConfig, RopeScaling
 from trainer.config.schema.root import Config
 from trainer.config.schema.system import RecomputeConfig
 from trainer.config.stages import stage_problems
-from trainer.errors import shorten_repr
 
 BYTE_VOCABULARY = 257
 """Token ids of the byte tokenizer: 256 bytes and the end of a document."""
@@ -142,12 +141,6 @@ def _sizes(config: Config) -> Iterator[ConfigError]:
 def _embedding(config: Config) -> Iterator[ConfigError]:
     """Yields errors about the embedding and the MTP modules that use it."""
     decoder = config.decoder
-    untied = decoder.untie_embeddings_and_output_weights
-    tied = decoder.tie_word_embeddings
-    if untied is not None and untied == tied:
-        place = config.source.where(f"{_KEY}.tie_word_embeddings")
-        rule = f"contradicts tie_word_embeddings = {shorten_repr(tied)} ({place})"
-        yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _REMOVE_ONE)
     if decoder.maps_embedding and decoder.mtp_depth:
         yield problem(config, f"{_KEY}.embedding_size", "not yet supported with multi-token prediction modules",
                       "set mtp_depth to 0")
@@ -258,7 +251,9 @@ def _layer_lists(config: Config) -> Iterator[ConfigError]:
     """Yields errors for lists that do not have one entry for each layer; the loader replaces two of them otherwise."""
     decoder = config.decoder
     layers = decoder.num_layers
-    lists = {f"{_KEY}.layer_types": decoder.layer_types, f"{_KEY}.no_rope_layers": decoder.no_rope_layers}
+    lists: dict[str, Sequence[Any] | None] = {
+        f"{_KEY}.layer_types": decoder.layer_types, f"{_KEY}.no_rope_layers": decoder.no_rope_layers,
+    }  # fmt: skip
     if decoder.moe_config is not None:
         lists[f"{_EXPERTS}.mlp_layer_types"] = decoder.moe_config.mlp_layer_types
     for key, entries in lists.items():
@@ -288,25 +283,15 @@ def _windows(config: Config) -> Iterator[ConfigError]:
 
 
 def _window_size(config: Config) -> Iterator[ConfigError]:
-    """Yields errors for values of window_size and window_attn_skip_freq that are no causal window, or other windows."""
-    decoder = config.decoder
-    window = decoder.window_size
-    frequency = decoder.window_attn_skip_freq
+    """Yields errors for values of window_size and window_attn_skip_freq that are no causal window."""
+    window = config.decoder.window_size
     if window is None:
-        if frequency is not None:
+        if config.decoder.window_attn_skip_freq is not None:
             yield problem(config, f"{_KEY}.window_attn_skip_freq", "requires window_size, which is not set", "write it")
-        return
-    if len(window) != 2 or window[1] != 0:
+    elif len(window) != 2 or window[1] != 0:
         rule = "must be two numbers, of tokens before the current one and 0 after it: attention is causal"
         fix = "write [W, 0] for a window of W tokens before the current one"
         yield problem(config, f"{_KEY}.window_size", rule, fix)
-    elif (decoder.sliding_window or 0) != window[0] + 1:
-        rule = f"disagrees with sliding_window = {decoder.sliding_window}: it means {window[0] + 1}"
-        yield problem(config, f"{_KEY}.window_size", rule, _REMOVE_ONE)
-    elif frequency is None or window[0] < 0 or config.source.is_of_run:
-        return  # an older run may have taken layer 0 as it is written
-    elif decoder.layer_types != window_layer_types(decoder.num_layers, frequency):
-        yield problem(config, f"{_KEY}.window_attn_skip_freq", "disagrees with layer_types", _REMOVE_ONE)
 
 
 def _vocabulary(config: Config) -> Iterator[ConfigError]:
@@ -366,21 +351,12 @@ def _family(config: Config) -> Iterator[ConfigError]:
 
 
 def _sparse_layers(config: Config) -> Iterator[ConfigError]:
-    """Yields errors about Qwen3-MoE's names for the layers with experts."""
+    """Yields errors about layers of Qwen3-MoE's mlp_only_layers that the model does not have."""
     moe = config.decoder.moe_config
     layers = config.decoder.num_layers
-    if moe is None:
-        return
-    dense = moe.mlp_only_layers or []
-    outside = [layer for layer in dense if not 0 <= layer < layers]
-    if outside:
-        yield problem(config, f"{_EXPERTS}.mlp_only_layers", f"there is no such layer: they are 0 to {layers - 1}",
-                      "remove it, or correct num_layers", value=outside[0])
-    elif moe.decoder_sparse_step != 1 or dense:
-        frequency = layers_with_experts(layers, moe.decoder_sparse_step, dense)
-        if moe.moe_layer_freq != frequency:
-            rule = f"disagrees with moe_layer_freq = {moe.moe_layer_freq}: it means {frequency}"
-            name = "decoder_sparse_step"
-            if dense:
-                name = "mlp_only_layers"
-            yield problem(config, f"{_EXPERTS}.{name}", rule, _REMOVE_ONE)
+    if moe is not None:
+        for layer in moe.mlp_only_layers or ():
+            if not 0 <= layer < layers:
+                rule = f"there is no such layer: they are 0 to {layers - 1}"
+                fix = "remove it, or correct num_layers"
+                yield problem(config, f"{_EXPERTS}.mlp_only_layers", rule, fix, value=layer)

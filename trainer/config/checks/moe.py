@@ -29,17 +29,11 @@ def moe_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def _routing(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
-    where = config.source.where
     if moe.num_experts_chosen > moe.expert_num:
         rule = f"a token cannot go to more experts than there are ({moe.expert_num})"
         yield problem(config, f"{_KEY}.num_experts_chosen", rule, f"set it to at most {moe.expert_num}")
     if moe.capacity_factor is not None and moe.capacity_factor <= 0 and moe.capacity_factor != -1:
         yield problem(config, f"{_KEY}.capacity_factor", "must be greater than 0, or -1 for no bound", "use 1.1 or -1")
-    if moe.scoring_func is not None and moe.use_gating_sigmoid and moe.scoring_func != "sigmoid":
-        yield problem(config, f"{_KEY}.scoring_func", "contradicts use_gating_sigmoid = true", _REMOVE_ONE)
-    if moe.scoring_func == "sigmoid" and not moe.use_gating_sigmoid and where(f"{_KEY}.use_gating_sigmoid"):
-        rule = f"contradicts scoring_func = sigmoid ({where(f'{_KEY}.scoring_func')})"
-        yield problem(config, f"{_KEY}.use_gating_sigmoid", rule, _REMOVE_ONE)
     if moe.router_aux_loss_coef is not None and moe.aux_loss_factor not in (None, moe.router_aux_loss_coef):
         rule = f"cannot be combined with aux_loss_factor = {moe.aux_loss_factor:g}"
         yield problem(config, f"{_KEY}.router_aux_loss_coef", rule, _REMOVE_ONE)

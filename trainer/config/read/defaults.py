@@ -43,7 +43,7 @@ def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> 
     _from_aliases(resolved)
     _from_flat_yarn(resolved)
     _from_long_rope(resolved)
-    _from_window_size(resolved)
+    _from_window_size(resolved, is_complete)
     _from_grouped_schedule(resolved)
     _from_sparse_layers(resolved)
     _from_optimizer(resolved)
@@ -72,25 +72,29 @@ def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> bool
     return True
 
 
-def _replace(resolved: Resolved, old: str, new: str, value: Any) -> None:
-    """Sets a key from another one with the same meaning, which is left out then; two values in a file are an error."""
-    section, _, name = old.rpartition(".")
-    written = resolved.section(section).pop(name)
-    known = resolved.value(new)
+def _imply(resolved: Resolved, key: str, value: Any, because: str) -> None:
+    """Sets a key to what another key of the file means; a problem if the file has another value of it."""
+    section, _, name = key.rpartition(".")
+    known = resolved.value(key)
     if known is None:
-        new_section, _, new_name = new.rpartition(".")
-        resolved.section(new_section).pop(new_name, None)
-    if _set_default(resolved, new, value, old) or known == value or resolved.data.get("pretrained_model_dir"):
-        return  # of a model folder the file wins
-    _add_disagreement(resolved, old, new, written)
+        resolved.section(section).pop(name, None)
+    if not _set_default(resolved, key, value, because) and known != value and not _is_of_folder(resolved, because):
+        _add_disagreement(resolved, because, key, f": it means {value_text(value)}")
 
 
-def _add_disagreement(resolved: Resolved, key: str, other: str, value: Any) -> None:
+def _is_of_folder(resolved: Resolved, key: str) -> bool:
+    """Returns whether a key comes from a model folder, whose keys the file may replace."""
+    folder = resolved.data.get("pretrained_model_dir")
+    return isinstance(folder, str) and resolved.positions[key].text.startswith(f"{Path(folder).expanduser()}/")
+
+
+def _add_disagreement(resolved: Resolved, key: str, other: str, meaning: str = "") -> None:
     """Adds the problem of a key with another value than a key with the same meaning."""
     place = resolved.positions[key]
     written = value_text(resolved.value(other))
-    rule = f"disagrees with {other.rpartition('.')[2]} = {written} ({resolved.positions[other].text})"
-    resolved.problems.append(problem_at(place, place.key or key, rule, "remove one of the two", value))
+    rule = f"disagrees with {other.rpartition('.')[2]} = {written} ({resolved.positions[other].text}){meaning}"
+    problem = problem_at(place, place.key or key, rule, "remove one of the two", resolved.value(key))
+    resolved.problems.append(problem)
 
 
 def _from_sharded_experts(resolved: Resolved) -> None:
@@ -362,8 +366,9 @@ def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
 
 def _from_aliases(resolved: Resolved) -> None:
     """Sets keys that another key of the file implies: another name, place or form of the same setting."""
-    if resolved.section(_EXPERTS).get("scoring_func") == "sigmoid":
-        _set_default(resolved, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
+    scoring = resolved.section(_EXPERTS).get("scoring_func")
+    if scoring in ("softmax", "sigmoid"):
+        _imply(resolved, f"{_EXPERTS}.use_gating_sigmoid", scoring == "sigmoid", f"{_EXPERTS}.scoring_func")
     settings = resolved.section(_MODEL)
     heads = f"{_MODEL}.n_kv_heads"
     is_group_number = resolved.name_in_file(heads) in ("multi_query_group_num", "")
@@ -373,7 +378,8 @@ def _from_aliases(resolved: Resolved) -> None:
     divisor = settings.get("query_pre_attn_scalar")
     # The schema refuses other values.
     if isinstance(divisor, int | float) and type(divisor) is not bool and 0 < divisor < math.inf:
-        _replace(resolved, f"{_MODEL}.query_pre_attn_scalar", f"{_MODEL}.softmax_scale", divisor**-0.5)
+        _imply(resolved, f"{_MODEL}.softmax_scale", divisor**-0.5, f"{_MODEL}.query_pre_attn_scalar")
+        del settings["query_pre_attn_scalar"]
     uses_bias = settings.get("use_bias")
     for name in ("qkv_has_bias", "attn_proj_has_bias", "mlp_has_bias"):
         if isinstance(uses_bias, bool):
@@ -387,7 +393,7 @@ def _from_aliases(resolved: Resolved) -> None:
     untie_key = f"{_MODEL}.untie_embeddings_and_output_weights"
     untied = resolved.section(_MODEL).get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
-        _set_default(resolved, f"{_MODEL}.tie_word_embeddings", not untied, untie_key)
+        _imply(resolved, f"{_MODEL}.tie_word_embeddings", not untied, untie_key)
     types, factors = (resolved.section(_EXPERTS).get(f"aux_loss_{name}") for name in ("types", "factors"))
     if types == ["expert"] and isinstance(factors, list) and len(factors) == 1:
         _set_default(resolved, f"{_EXPERTS}.aux_loss_factor", factors[0], f"{_EXPERTS}.aux_loss_factors")
@@ -403,18 +409,19 @@ def _from_aliases(resolved: Resolved) -> None:
     key = f"runner_wrapper.{name}"
     if name in resolved.data and not _set_default(resolved, key, resolved.data[name], name):
         if resolved.data[name] is True and resolved.value(key) is False:
-            _add_disagreement(resolved, name, key, True)
+            _add_disagreement(resolved, name, key)
 
 
 def _from_rotated_layers(resolved: Resolved) -> None:
     """Sets nope_layers from SmolLM3's no_rope_layers. Either wins over the interval of a family or a config.json."""
     settings = resolved.section(_MODEL)
-    rotated = settings.get("no_rope_layers")
+    rotated: Any = settings.get("no_rope_layers")
     # The schema refuses other values.
-    is_valid = isinstance(rotated, list) and all(type(each) is int and each in (0, 1) for each in rotated)
-    if is_valid and len(rotated) == _number_of_layers(settings):
+    is_list = isinstance(rotated, list) and len(rotated) == _number_of_layers(settings)
+    if is_list and all(type(each) is int and each in (0, 1) for each in rotated):
         layers = [layer for layer, has_rotary in enumerate(rotated) if has_rotary == 0]
-        _replace(resolved, f"{_MODEL}.no_rope_layers", f"{_MODEL}.nope_layers", layers)
+        _imply(resolved, f"{_MODEL}.nope_layers", layers, f"{_MODEL}.no_rope_layers")
+        del settings["no_rope_layers"]
     is_interval_written = resolved.name_in_file(f"{_MODEL}.nope_layer_interval") == "nope_layer_interval"
     if settings.get("nope_layers") is not None and not is_interval_written:
         settings["nope_layer_interval"] = None
@@ -433,10 +440,10 @@ def _from_flat_yarn(resolved: Resolved) -> None:
     if settings.get("position_embedding_type") != "yarn" or isinstance(factor, dict) or not key:
         return
     existing = settings.get("rope_scaling")
-    if isinstance(existing, dict) and not resolved.data.get("pretrained_model_dir"):
+    if isinstance(existing, dict) and not _is_of_folder(resolved, f"{_MODEL}.rope_scaling"):
         for name, value in (("rope_type", "yarn"), ("factor", factor)):
             if existing.get(name, value) != value:
-                _add_disagreement(resolved, f"{_MODEL}.{key}", f"{_MODEL}.rope_scaling.{name}", factor)
+                _add_disagreement(resolved, f"{_MODEL}.{key}", f"{_MODEL}.rope_scaling.{name}")
                 return
     settings.pop("rope_scaling", None)
     if not isinstance(existing, dict) or existing.get("rope_type") != "yarn":
@@ -482,22 +489,21 @@ def _from_long_rope(resolved: Resolved) -> None:
         _set_default(resolved, f"{because}.factor", longest / trained, because)
 
 
-def _from_window_size(resolved: Resolved) -> None:
+def _from_window_size(resolved: Resolved, is_complete: bool) -> None:
     """Sets sliding_window and layer_types from MindSpore Transformers' window_size and window_attn_skip_freq."""
     settings = resolved.section(_MODEL)
     window = settings.get("window_size")
     if not isinstance(window, list) or len(window) != 2 or not all(type(size) is int for size in window):
         return  # none, or an error follows
-    key = f"{_MODEL}.window_size"
-    if window[0] < 0:
-        return
-    _set_default(resolved, f"{_MODEL}.sliding_window", window[0] + 1, key)
+    if window[0] >= 0 or (window[0] == -1 and settings.get("sliding_window")):
+        _imply(resolved, f"{_MODEL}.sliding_window", window[0] + 1, f"{_MODEL}.window_size")
     layers = _number_of_layers(settings)
-    if settings.get("window_attn_skip_freq") is None or layers is None:
+    if settings.get("window_attn_skip_freq") is None or layers is None or window[0] < 0:
         return
     frequency = settings["window_attn_skip_freq"]
     types = window_layer_types(layers, frequency)
-    _set_default(resolved, f"{_MODEL}.layer_types", types, f"{_MODEL}.window_attn_skip_freq")
+    if not is_complete:  # an older run may have taken layer 0 as it is written
+        _imply(resolved, f"{_MODEL}.layer_types", types, f"{_MODEL}.window_attn_skip_freq")
     if frequency == 2 or (isinstance(frequency, list) and frequency[:1] != frequency[1:2]):
         place = resolved.positions[f"{_MODEL}.window_attn_skip_freq"]
         resolved.notes.append(f"{place.text}: {place.key}: layer 0 is like layer 1, as in MindSpore Transformers")
@@ -529,18 +535,17 @@ def _from_sparse_layers(resolved: Resolved) -> None:
     types = experts.get("mlp_layer_types")
     if isinstance(types, list) and len(types) == layers and {"dense", "sparse"}.issuperset(map(str, types)):
         frequency = [int(kind == "sparse") for kind in types]
-        _replace(resolved, f"{_EXPERTS}.mlp_layer_types", f"{_EXPERTS}.moe_layer_freq", frequency)
+        _imply(resolved, f"{_EXPERTS}.moe_layer_freq", frequency, f"{_EXPERTS}.mlp_layer_types")
+        del experts["mlp_layer_types"]
     step = experts.get("decoder_sparse_step", 1)
     dense = experts.get("mlp_only_layers")
     if not isinstance(step, int) or step < 1 or layers is None or not isinstance(dense, list | None):
         return
+    because = f"{_EXPERTS}.decoder_sparse_step"
     if dense:
         because = f"{_EXPERTS}.mlp_only_layers"
-    elif step != 1:
-        because = f"{_EXPERTS}.decoder_sparse_step"
-    else:
-        return
-    _set_default(resolved, f"{_EXPERTS}.moe_layer_freq", layers_with_experts(layers, step, dense or []), because)
+    if step != 1 or (dense and all(layer in range(layers) for layer in dense)):  # else an error follows
+        _imply(resolved, f"{_EXPERTS}.moe_layer_freq", layers_with_experts(layers, step, dense or []), because)
 
 
 def _from_optimizer(resolved: Resolved) -> None:

@@ -163,7 +163,7 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
           for offset, rule in (("[0, 0, 0]", "2 stages need a list of 2 numbers"), ("[3, -3]", "a stage would have -1"),
                                ("[1, 1]", "the stages would have 6"), ("1", "the stages would have 6 layers"),
                                ("-1", "the stages would have 2 layers, and the model has 4"))),
-        ("moe_config: {use_gating_sigmoid: True, scoring_func: softmax}\n", ["contradicts use_gating_sigmoid"]),
+        ("moe_config: {use_gating_sigmoid: True, scoring_func: softmax}\n", ["disagrees with use_gating_sigmoid"]),
         ("moe_config: {aux_loss_factors: [1.0]}\n", ["one factor for each of aux_loss_types (0)"]),
         (
             SIZES + "callbacks: [{type: MoEDropRateCallback, expert_num: 4}]\n",

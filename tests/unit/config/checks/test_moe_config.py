@@ -59,7 +59,7 @@ def moe(keys: str, more: str = "") -> str:
         ),
         (
             moe("use_gating_sigmoid: False, scoring_func: sigmoid"),
-            ["moe_config.use_gating_sigmoid = false: contradicts scoring_func = sigmoid (a.yaml:2)"],
+            ["scoring_func = 'sigmoid': disagrees with use_gating_sigmoid = false (a.yaml:2): it means true"],
         ),
         (moe("mlp_only_layers: [0, 1, 2, 3]"), ["mlp_only_layers = [0, 1, 2, 3]: leaves no layer with experts"]),
         (
@@ -162,7 +162,7 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         (moe("use_gmm: True, enable_gmm_safe_tokens: True, use_fused_ops_permute: True"), ""),
         (MODEL.replace("}", ", mtp_loss_factor: 0.5}"), "model_config.mtp_loss_factor 0.5: not used, mtp_depth is 0"),
         (MODEL.replace("}", ", mtp_loss_factor: 0.5, mtp_depth: 1}"), ""),
-        (moe("first_k_dense_replace: 4").replace("seq_length", "mtp_depth: 1, seq_length"), "checkpoints have no config.json"),
+        (moe("first_k_dense_replace: 4").replace("seq_length", "mtp_depth: 1, seq_length"), "have no config.json"),
         (
             moe("").replace("seq_length", "pet_config: {target_modules: '.*wq|.*experts.*'}, seq_length"),
             "target_modules: routers and experts get no adapters: LoRA on them is not supported",
