@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from typing import Any
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -181,6 +180,8 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any, source: ConfigSour
             return f"write {shorten_repr(word in ('yes', 'on', 'y'))}"
     default = source.source_defaults.get(source.name(".".join(path)), ...)
     text = describe(path, default) or "correct the value"
+    if 0 < len(names) <= _REPEATED and not isinstance(value, str):
+        return f"write {one_of(names)}; {text}"
     if field is not None and fix_of(field) and types <= _BOUNDS.keys():
         return fix_of(field)
     if bounded := [item for item in items if item["type"] in _BOUNDS]:
@@ -213,22 +214,13 @@ def _allowed(field: FieldInfo | None, item: Any, default: Any) -> str:
         default = field.default
     if default is None:
         return f"{allowed}, or leave it out"
-    if field is not None and _is_within(default, field):
+    if isinstance(default, int | float):
         example = default
     elif kind == "greater_than":
         example = item["ctx"]["gt"] + _SMALL
     else:
         example = item["ctx"]["lt"] - _SMALL
     return f"{allowed}, for example {example:g}"
-
-
-def _is_within(value: Any, field: FieldInfo) -> bool:
-    """Returns whether a value is a number within the bounds of a field."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    names = {Gt: "gt", Ge: "ge", Lt: "lt", Le: "le"}  # also those of the comparisons
-    limits = [(names[type(each)], each) for each in field.metadata if type(each) in names]
-    return all(getattr(operator, name)(value, getattr(limit, name)) for name, limit in limits)
 
 
 def unquoted(text: str) -> str:

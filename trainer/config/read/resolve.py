@@ -15,7 +15,7 @@ from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.other_models import DEEPSEEK_V4_KEYS, NOT_BUILT, effect_of, is_known_effect, parts_rule
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, look_up, plain
-from trainer.config.read.relocate import disagreement, merge_entries
+from trainer.config.read.relocate import merge_entries
 from trainer.config.schema.fields import (
     Section,
     aliases_of,
@@ -148,9 +148,9 @@ def _merged(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
     """Returns one entry for two names of a key, and adds a problem if they differ."""
     try:
         return Entry(merge_entries(first, second, key), first.place)
-    except UserError:
+    except UserError as error:
         later = max(first.place, second.place, key=lambda place: place.order)
-        resolved.problems.append(ConfigError(later, disagreement(key, first, second)))
+        resolved.problems.append(ConfigError(later, error))
         return first
 
 
