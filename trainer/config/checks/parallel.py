@@ -204,8 +204,6 @@ def _only_data_parallel(config: Config, world: World, degrees: Degrees) -> Itera
 
 def _explicit_sharding(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """Yields errors about tensor, context and expert parallelism in explicit mode."""
-    if max(degrees.model_parallel, degrees.context_parallel, degrees.expert_parallel) == 1:
-        return
     if degrees.model_parallel > 1:
         yield from tensor_problems(config, repeats_heads=True)
     yield from context_problems(config)

@@ -26,6 +26,8 @@ _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _NOT_SIZES = ("output_router_logits", "num_key_value_heads")
 _LENGTH = 4096  # the longest context of DeepSeek-V3 in its training
+_NO_FAMILY = Family("", {}, has_output_bias=True)
+"""That of a file without a class."""
 _MODES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("context", "mode", {"GRAPH_MODE": 0, "PYNATIVE_MODE": 1}),
     ("parallel", "parallel_mode", {"MANUAL_PARALLEL": 0, **{mode.upper(): mode for mode in get_args(ParallelMode)}}),
@@ -150,31 +152,27 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
             because = f"{_MODEL}.{key}"
             _set_default(resolved, "model.arch.type", architecture, because)
     architecture = _canonical_architecture(resolved, architecture)
-    family = FAMILIES.get(str(architecture))
-    has_source_class = family is not None and not is_complete and _from_source_class(resolved, architecture)
-    has_output_bias = not architecture
-    if family is not None:
-        has_output_bias = family.has_output_bias
+    family = FAMILIES.get(str(architecture), _NO_FAMILY)
+    has_source_class = family is not _NO_FAMILY and not is_complete and _from_source_class(resolved, architecture)
     biased = f"{_MODEL}.qkv_has_bias"  # Hugging Face's attention_bias also means the bias on o_proj
-    if has_output_bias and resolved.name_in_file(biased) == "attention_bias" and type(resolved.value(biased)) is bool:
+    is_attention_bias = resolved.name_in_file(biased) == "attention_bias" and type(resolved.value(biased)) is bool
+    if family.has_output_bias and is_attention_bias:
         _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", resolved.value(biased), biased)
-    if family is not None:
-        implied = dict(family.model)
-        if resolved.section(_MODEL).get("sliding_window"):
-            implied |= family.model_with_window
-        for name, value in implied.items():
-            _set_default(resolved, f"{_MODEL}.{name}", value, because)
+    implied = dict(family.model)
+    if resolved.section(_MODEL).get("sliding_window"):
+        implied |= family.model_with_window
+    for name, value in implied.items():
+        _set_default(resolved, f"{_MODEL}.{name}", value, because)
     _alternate_windows(resolved, family, because)
     width = resolved.section(_MODEL).get("hidden_size")
-    if family is not None and family.scales_embeddings and isinstance(width, int) and width > 0:
+    if family.scales_embeddings and isinstance(width, int) and width > 0:
         _set_default(resolved, f"{_MODEL}.embedding_multiplier", math.sqrt(width), because)
     if resolved.section(_MODEL).get("multi_latent_attention") is True:
         for name, value in LATENT_DEFAULTS.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, f"{_MODEL}.multi_latent_attention")
-    if family is not None and not is_complete and not has_source_class:
+    if not is_complete and not has_source_class:
         _released_sizes(resolved, family)
-    if family is not None:
-        _family_experts(resolved, family, because)
+    _family_experts(resolved, family, because)
 
 
 def _number_of_layers(settings: Mapping[str, Any]) -> int | None:
@@ -185,13 +183,11 @@ def _number_of_layers(settings: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _alternate_windows(resolved: Resolved, family: Family | None, because: str) -> None:
+def _alternate_windows(resolved: Resolved, family: Family, because: str) -> None:
     """Sets the layer_types of sliding_window_pattern, or of a family, in a model with a sliding window without them."""
     settings = resolved.section(_MODEL)
     layers = _number_of_layers(settings)
-    period = 0
-    if family is not None:
-        period = family.full_attention_period
+    period = family.full_attention_period
     pattern = settings.get("sliding_window_pattern")
     if type(pattern) is int or (isinstance(pattern, str) and settings.get("layer_types")):  # EXAONE 4 has LLLG
         settings.pop("sliding_window_pattern")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from yaml.emitter import Emitter
-from yaml.nodes import SequenceNode
-from yaml.representer import SafeRepresenter
-from yaml.serializer import Serializer
+import yaml
 
 from trainer.config.families import FAMILIES
 from trainer.config.read.yaml_reader import ScalarResolver
@@ -17,19 +13,15 @@ from trainer.config.schema.fields import Section, support_of
 from trainer.config.schema.root import Config
 
 
-class _Dumper(Emitter, Serializer, SafeRepresenter, ScalarResolver):
+class _Dumper(yaml.SafeDumper):
     """PyYAML's dumper with the scalars of `yaml_reader`: it quotes strings that the reader would take for numbers."""
 
-    def __init__(self, stream: io.StringIO) -> None:
-        Emitter.__init__(self, stream, width=120, allow_unicode=True)
-        Serializer.__init__(self)
-        SafeRepresenter.__init__(self, default_flow_style=False, sort_keys=False)
-        ScalarResolver.__init__(self)
+    yaml_implicit_resolvers = ScalarResolver.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
-    def represent_list(self, data: Iterable[Any]) -> SequenceNode:
+    def represent_list(self, data: Iterable[Any]) -> yaml.SequenceNode:
         """Represents a list of plain values in one line, and a list of sections with a dash for each."""
         items = list(data)
         is_flat = not any(isinstance(item, (list, dict)) for item in items)
@@ -56,13 +48,8 @@ def dump_config(config: Config) -> str:
 
 def dump_values(plain: dict[str, Any], comment: str) -> str:
     """Writes plain values as YAML text below a comment."""
-    stream = io.StringIO()
-    stream.write(comment)
-    dumper = _Dumper(stream)
-    dumper.open()
-    dumper.represent(plain)
-    dumper.close()
-    return stream.getvalue()
+    text = yaml.dump(plain, Dumper=_Dumper, width=120, allow_unicode=True, sort_keys=False, default_flow_style=False)
+    return comment + text
 
 
 def plain_values(config: Config) -> dict[str, Any]:
