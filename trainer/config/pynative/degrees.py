@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.checks.problem import one_of
 from trainer.config.note import Note
-from trainer.config.pynative.work import Translation
+from trainer.config.pynative.translation import Translation
 from trainer.config.read.nodes import Scalar, find_entry
 from trainer.config.read.rows import Row
 from trainer.config.schema.fields import aliases_of
@@ -20,9 +18,6 @@ _METHOD = "parallelism.context_parallel_method"
 _SHARD = "parallelism.data_parallel_shard"
 _RESHARDING = "parallelism.reshard_after_forward_policy"
 LEVELS = {"optim": "level1", "optim_grads": "level2", "optim_grads_params": "level3"}
-POLICIES = {name: name for name in ("always", "never", "default")}
-SCHEDULERS = {"1f1b": "1f1b", "interleaved_1f1b": "1f1b", "gpipe": "gpipe"}
-CONTEXT_METHODS = {"colossal": "colossalai_cp", "ulysses": "ulysses_cp", "hybrid": "hybrid_cp"}
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 
 
@@ -47,17 +42,10 @@ def set_sequence_parallel(work: Translation, row: Row) -> None:
         work.notes.append(Note(text, "parallel"))
 
 
-def set_context_method(work: Translation, row: Row) -> None:
-    """Sets the attention of context parallelism."""
-    method = _choice(work, row.old, CONTEXT_METHODS)
-    if method is not None and row.old in work.entries:
-        work.set_key(row.new, method, row.old)
-
-
 def set_ulysses_degree(work: Translation, row: Row) -> None:
     """Sets how many ranks of context parallelism exchange heads; only the hybrid method needs it."""
     degree = work.values[row.old]
-    method = str(work.values[_METHOD]).lower()
+    method = work.values[_METHOD]
     ranks = _degree(work, "parallelism.context_parallel")
     if method == "hybrid" and degree is not None:
         work.set_key(row.new, degree, row.old)
@@ -117,15 +105,11 @@ def set_stage_layers(work: Translation, row: Row) -> None:
 
 def set_schedule(work: Translation, row: Row) -> None:
     """Sets the order of a pipeline's micro-batches; as there, 1f1b with several chunks is interleaved."""
-    scheduler = _choice(work, row.old, SCHEDULERS)
-    chunks = _degree(work, _CHUNKS)
-    if scheduler is None:
-        return
     if row.old in work.entries:
-        work.set_key(row.new, scheduler, row.old)
-    if chunks > 1:
+        work.set_key(row.new, row.choices[work.values[row.old]], row.old)
+    if _degree(work, _CHUNKS) > 1:
         work.set_key("parallel.pipeline_config.pipeline_interleave", True, _CHUNKS)
-    elif str(work.values[row.old]).lower() == "interleaved_1f1b" and _degree(work, _STAGES) > 1:
+    elif work.values[row.old] == "interleaved_1f1b" and _degree(work, _STAGES) > 1:
         work.problem(row.old, f"needs {_CHUNKS} of at least 2", "write 1f1b")
 
 
@@ -146,10 +130,8 @@ def set_sharding_level(work: Translation, row: Row) -> None:
     The default policy reshards weights after the forward pass where MindSpore Transformers' does, without a pipeline,
     except on an Ascend, where explicit mode cannot do it yet.
     """
-    level = _choice(work, row.old, LEVELS)
-    policy = _choice(work, _RESHARDING, POLICIES)
-    if level is None or policy is None:
-        return
+    level = row.choices[work.values[row.old]]
+    policy = work.values[_RESHARDING]
     if work.values[_SHARD] == 1:
         for name in sorted({row.old, _RESHARDING} & work.entries.keys()):
             work.notes.append(Note(f"{name} {work.values[name]}: not used, {_SHARD} is 1", "ignored"))
@@ -200,14 +182,6 @@ def _even_ranges(layers: Any, stages: int, chunks: int) -> list[str]:
     bounds = [piece * layers // pieces for piece in range(pieces + 1)]
     ranges = [f"{bounds[piece]}-{bounds[piece + 1] - 1}" for piece in range(pieces)]
     return [", ".join(ranges[stage::stages]) for stage in range(stages)]
-
-
-def _choice(work: Translation, key: str, choices: Mapping[str, str]) -> str | None:
-    """Returns what the value of a key means, in upper case, too; None after a problem."""
-    name = str(work.values[key]).lower()
-    if name not in choices:
-        work.problem(key, f"must be {one_of(list(choices))}", f"write {next(iter(choices))}")
-    return choices.get(name)
 
 
 def _number_of_layers(work: Translation) -> tuple[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.checks.parallel import zero_level
 from trainer.config.layer_ranges import layer_text
-from trainer.config.pynative.degrees import CONTEXT_METHODS, LEVELS
+from trainer.config.pynative.degrees import LEVELS
 from trainer.config.read.dump import plain_values
 from trainer.config.recompute import SUBLAYERS, recomputed_parts
 from trainer.config.schema.root import Config
@@ -31,12 +31,6 @@ def max_norm(config: Config) -> float:
 def callbacks(config: Config) -> list[Any]:
     """Returns the callbacks without those that the newer schema adds."""
     return [entry for entry in plain_values(config)["callbacks"] if entry["type"] not in _ADDED]
-
-
-def context_parallel_method(config: Config) -> str:
-    """Returns the attention of context parallelism."""
-    methods = {algorithm: method for method, algorithm in CONTEXT_METHODS.items()}
-    return methods[config.parallel_config.context_parallel_algo]
 
 
 def ulysses_degree_in_cp(config: Config) -> Any:

@@ -8,7 +8,6 @@ from copy import deepcopy
 from typing import Any
 
 from trainer.config.pynative import MARKS
-from trainer.config.pynative.degrees import CONTEXT_METHODS, LEVELS, POLICIES, SCHEDULERS
 from trainer.config.pynative.table import ROWS, rows_without_effect
 from trainer.config.read.json_schema import declaration, json_schema, properties_of
 from trainer.config.read.rows import Row
@@ -16,13 +15,6 @@ from trainer.config.read.rows import Row
 OLDER = "Config"
 NEWER = "NewerConfig"
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "list": "array", "dict": "object"}
-_CHOICES = {
-    "parallelism.context_parallel_method": list(CONTEXT_METHODS),
-    "parallelism.pipeline_parallel_schedule": list(SCHEDULERS),
-    "parallelism.data_parallel_shard_strategy": list(LEVELS),
-    "parallelism.reshard_after_forward_policy": list(POLICIES),
-    "recompute.mode": ["None", "full", "select", None],
-}
 _DESCRIPTIONS = {
     "checkpoint.enable_save": "Save checkpoints while training; one is always saved at the end.",
     "checkpoint.save_max": "Checkpoints to keep, the newest ones.",
@@ -132,8 +124,10 @@ def _key_schema(row: Row, root: dict[str, Any], known: dict[str, Any] | None) ->
         described = {**(known or {}), **target}
     elif known is not None:  # an earlier row of the same key
         return known
-    elif row.old in _CHOICES:
-        described["enum"] = _CHOICES[row.old]
+    elif row.choices:
+        described["enum"] = list(row.choices)
+    elif row.old == "recompute.mode":
+        described["enum"] = ["None", "full", "select", None]
     elif row.old == "callbacks":
         described = target
     else:

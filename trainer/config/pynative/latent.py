@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config.checks.problem import problem_at
 from trainer.config.families import has_latent_attention, named_family
 from trainer.config.family.record import SourceClass
-from trainer.config.pynative.work import Translation
+from trainer.config.pynative.translation import Translation
 from trainer.config.read.relocate import parent
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import LATENT_SIZES, ModelConfig

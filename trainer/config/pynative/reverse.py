@@ -61,7 +61,8 @@ def _old_value(row: Row, config: Config, here: dict[str, Any]) -> Any:
         return row.transform.backward(value)
     if isinstance(value, dict) or not row.accepts(value):
         return ...
-    return value
+    names = [name for name, meaning in row.choices.items() if meaning == value]
+    return next(iter(names), value)
 
 
 def _copies(here: dict[str, Any], stated: set[str]) -> dict[str, Statement]:

@@ -13,7 +13,7 @@ from trainer.config.families import has_latent_attention, named_family, source_c
 from trainer.config.note import Note
 from trainer.config.pynative import degrees, inverses
 from trainer.config.pynative.latent import asks_for_latent_attention, set_latent_attention
-from trainer.config.pynative.work import Translation
+from trainer.config.pynative.translation import Translation
 from trainer.config.read.nodes import Entry, Items, Table, plain, tree
 from trainer.config.read.rows import Row, Transform, reverse
 from trainer.config.schema.unsupported import read_table
@@ -261,20 +261,22 @@ ROWS = (
         apply=degrees.set_sequence_parallel),
     Row("parallelism.context_parallel", "parallel_config.context_parallel", "int", apply=degrees.set_degree),
     Row("parallelism.context_parallel_method", "parallel_config.context_parallel_algo", "str", "colossal",
-        apply=degrees.set_context_method, inverse=inverses.context_parallel_method),
+        choices={"colossal": "colossalai_cp", "ulysses": "ulysses_cp", "hybrid": "hybrid_cp"}),
     Row("parallelism.ulysses_degree_in_cp", "parallel_config.ulysses_degree_in_cp", "int",
         apply=degrees.set_ulysses_degree, inverse=inverses.ulysses_degree_in_cp),
     Row("parallelism.pipeline_parallel", "parallel_config.pipeline_stage", "int", apply=degrees.set_degree),
     Row("parallelism.pipeline_parallel_interleave_num", f"{_MODEL}.pp_interleave_num", "int"),
     Row("parallelism.pipeline_parallel_schedule", "parallel.pipeline_config.pipeline_scheduler", "str", "1f1b",
-        apply=degrees.set_schedule),
+        apply=degrees.set_schedule, choices={"1f1b": "1f1b", "interleaved_1f1b": "1f1b", "gpipe": "gpipe"}),
     Row("parallelism.expert_parallel", "parallel_config.expert_parallel", "int", apply=degrees.set_degree),
     Row("parallelism.data_parallel_shard", "parallel.enable_parallel_optimizer", "int", -1, apply=degrees.set_sharding,
         inverse=inverses.data_parallel_shard),
     Row("parallelism.data_parallel_shard_strategy", "parallel.parallel_optimizer_config.optimizer_level", "str",
-        "optim_grads_params", apply=degrees.set_sharding_level, inverse=inverses.data_parallel_shard_strategy),
+        "optim_grads_params", apply=degrees.set_sharding_level, inverse=inverses.data_parallel_shard_strategy,
+        choices=degrees.LEVELS),
     # degrees.set_sharding_level reads it.
-    Row("parallelism.reshard_after_forward_policy", "", "str", "default", inverse=inverses.reshard_after_forward),
+    Row("parallelism.reshard_after_forward_policy", "", "str", "default", inverse=inverses.reshard_after_forward,
+        choices={name: name for name in ("always", "never", "default")}),
     Row("optimizer", "optimizer", "dict", {}, apply=_optimizer),
     Row("optimizer.type", "optimizer.type", default="AdamW"),
     Row("optimizer.weight_decay", "optimizer.weight_decay", default=0.01),

@@ -11,7 +11,7 @@ from trainer.config.checks.validation import unquoted
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.pynative.table import ROWS, rows_without_effect
-from trainer.config.pynative.work import Translation
+from trainer.config.pynative.translation import Translation
 from trainer.config.read.nodes import Table, children, is_null, plain
 from trainer.config.read.relocate import fields_at
 from trainer.config.read.rows import Row
@@ -78,6 +78,8 @@ def _apply(work: Translation, row: Row) -> None:
     elif row.new and value is not None:
         if row.transform is not None:
             value = row.transform.forward(value)
+        if row.choices:
+            value = row.choices[value]
         if value is not ...:
             work.set_key(row.new, value, row.old)
         if row.note:
@@ -89,10 +91,15 @@ def _checked(work: Translation, row: Row) -> Any:
     if row.old not in work.entries:
         return row.default
     value = plain(work.entries[row.old].node)
-    if row.accepts(value) or (value is None and row.default is None):
+    if isinstance(value, str) and row.choices:
+        value = value.lower()
+    if (row.accepts(value) and value in (row.choices or [value])) or (value is None and row.default is None):
         return value
-    texts = one_of([_KINDS[name] for name in row.kind.split("|")])
-    work.problem(row.old, f"must be {texts}", _type_fix(row, value, texts))
+    if row.choices:
+        work.problem(row.old, f"must be {one_of(list(row.choices))}", f"write {next(iter(row.choices))}")
+    else:
+        texts = one_of([_KINDS[name] for name in row.kind.split("|")])
+        work.problem(row.old, f"must be {texts}", _type_fix(row, value, texts))
     work.wrong.add(row.old)
     del work.entries[row.old]
     return row.default

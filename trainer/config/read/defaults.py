@@ -41,21 +41,21 @@ def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> 
 
     A complete configuration, which `dump_config` wrote, lacks only keys that are null: no class has defaults for them.
     """
-    _from_family(resolved, is_complete)
-    _from_aliases(resolved)
-    _from_flat_yarn(resolved)
-    _from_long_rope(resolved)
-    _from_window_size(resolved, is_complete)
-    _from_grouped_schedule(resolved)
-    _from_sparse_layers(resolved)
-    _from_optimizer(resolved)
+    _apply_family(resolved, is_complete)
+    _apply_aliases(resolved)
+    _apply_flat_yarn(resolved)
+    _apply_long_rope(resolved)
+    _apply_window_size(resolved, is_complete)
+    _apply_grouped_schedule(resolved)
+    _apply_sparse_layers(resolved)
+    _apply_optimizer(resolved)
     records = resolved.section("monitor_config")
     if records.get("monitor_on") is True and records.get("local_norm_format"):
         _set_default(resolved, "runner_wrapper.local_norm", True, "monitor_config.local_norm_format")
     if resolved.section("loss").get("type") == "reward":
         _set_default(resolved, f"{_MODEL}.num_labels", 1, "loss.type")
     if not is_complete:
-        _from_sharded_experts(resolved)
+        _apply_sharded_experts(resolved)
 
 
 def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> bool:
@@ -99,7 +99,7 @@ def _add_disagreement(resolved: Resolved, key: str, other: str, meaning: str = "
     resolved.problems.append(problem)
 
 
-def _from_sharded_experts(resolved: Resolved) -> None:
+def _apply_sharded_experts(resolved: Resolved) -> None:
     """Multiplies expert_parallel by the ranks that shard each expert in MindSpore Transformers: here they are whole.
 
     Its legacy classes shard experts over model_parallel, too, unless expert_model_parallel says otherwise.
@@ -140,7 +140,7 @@ def _is_legacy(resolved: Resolved) -> bool:
     return is_semi_auto and trains and is_class and resolved.data.get("use_legacy") is not False
 
 
-def _from_family(resolved: Resolved, is_complete: bool) -> None:
+def _apply_family(resolved: Resolved, is_complete: bool) -> None:
     """Sets the keys that the name of a family implies: Qwen2 has biases on query, key and value, for example."""
     architecture = resolved.section("model.arch").get("type")
     because = "model.arch.type"
@@ -153,7 +153,7 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
             _set_default(resolved, "model.arch.type", architecture, because)
     architecture = _canonical_architecture(resolved, architecture)
     family = FAMILIES.get(str(architecture), _NO_FAMILY)
-    has_source_class = family is not _NO_FAMILY and not is_complete and _from_source_class(resolved, architecture)
+    has_source_class = family is not _NO_FAMILY and not is_complete and _apply_source_class(resolved, architecture)
     biased = f"{_MODEL}.qkv_has_bias"  # Hugging Face's attention_bias also means the bias on o_proj
     is_attention_bias = resolved.name_in_file(biased) == "attention_bias" and type(resolved.value(biased)) is bool
     if family.has_output_bias and is_attention_bias:
@@ -247,7 +247,7 @@ def _canonical_architecture(resolved: Resolved, architecture: Any) -> Any:
     return canonical
 
 
-def _from_source_class(resolved: Resolved, architecture: str) -> bool:
+def _apply_source_class(resolved: Resolved, architecture: str) -> bool:
     """Sets keys that the file leaves out to the defaults of MindSpore Transformers' class, if the file names one.
 
     Returns:
@@ -360,7 +360,7 @@ def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
     return name not in rules or rules[name]()
 
 
-def _from_aliases(resolved: Resolved) -> None:
+def _apply_aliases(resolved: Resolved) -> None:
     """Sets keys that another key of the file implies: another name, place or form of the same setting."""
     scoring = resolved.section(_EXPERTS).get("scoring_func")
     if scoring in ("softmax", "sigmoid"):
@@ -370,7 +370,7 @@ def _from_aliases(resolved: Resolved) -> None:
     is_group_number = resolved.name_in_file(heads) in ("multi_query_group_num", "")
     if settings.get("multi_query_attention") is False and is_group_number:
         settings["n_kv_heads"] = None
-    _from_rotated_layers(resolved)
+    _apply_rotated_layers(resolved)
     divisor = settings.get("query_pre_attn_scalar")
     # The schema refuses other values.
     if isinstance(divisor, int | float) and type(divisor) is not bool and 0 < divisor < math.inf:
@@ -408,7 +408,7 @@ def _from_aliases(resolved: Resolved) -> None:
             _add_disagreement(resolved, name, key)
 
 
-def _from_rotated_layers(resolved: Resolved) -> None:
+def _apply_rotated_layers(resolved: Resolved) -> None:
     """Sets nope_layers from SmolLM3's no_rope_layers. Either wins over the interval of a family or a config.json."""
     settings = resolved.section(_MODEL)
     rotated: Any = settings.get("no_rope_layers")
@@ -423,7 +423,7 @@ def _from_rotated_layers(resolved: Resolved) -> None:
         settings["nope_layer_interval"] = None
 
 
-def _from_flat_yarn(resolved: Resolved) -> None:
+def _apply_flat_yarn(resolved: Resolved) -> None:
     """Moves MindSpore Transformers' flat keys of yarn (position_embedding_type, scaling_factor ...) into rope_scaling.
 
     Unset mscale and mscale_all_dim are 1 and 0 in its formula, and 0.707 both with multi_latent_attention. Keys of
@@ -461,7 +461,7 @@ def _from_flat_yarn(resolved: Resolved) -> None:
         settings.pop(name, None)
 
 
-def _from_long_rope(resolved: Resolved) -> None:
+def _apply_long_rope(resolved: Resolved) -> None:
     """Completes a rope_scaling of LongRoPE, which has short and long factors.
 
     Phi-3's files have its trained length beside it, and may call it su or yarn, as Phi3Config of transformers may.
@@ -485,7 +485,7 @@ def _from_long_rope(resolved: Resolved) -> None:
         _set_default(resolved, f"{because}.factor", longest / trained, because)
 
 
-def _from_window_size(resolved: Resolved, is_complete: bool) -> None:
+def _apply_window_size(resolved: Resolved, is_complete: bool) -> None:
     """Sets sliding_window and layer_types from MindSpore Transformers' window_size and window_attn_skip_freq."""
     settings = resolved.section(_MODEL)
     window = settings.get("window_size")
@@ -505,7 +505,7 @@ def _from_window_size(resolved: Resolved, is_complete: bool) -> None:
         resolved.notes.append(f"{place.text}: {place.key}: layer 0 is like layer 1, as in MindSpore Transformers")
 
 
-def _from_grouped_schedule(resolved: Resolved) -> None:
+def _apply_grouped_schedule(resolved: Resolved) -> None:
     """Replaces a ``grouped_lr_schedule`` whose groups all have the default schedule by lr_schedule."""
     key = "grouped_lr_schedule"
     grouped = resolved.section(key)
@@ -524,7 +524,7 @@ def _from_grouped_schedule(resolved: Resolved) -> None:
     resolved.notes.append(Note(text, "ignored"))
 
 
-def _from_sparse_layers(resolved: Resolved) -> None:
+def _apply_sparse_layers(resolved: Resolved) -> None:
     """Sets moe_layer_freq from ``mlp_layer_types``, or Qwen3-MoE's ``decoder_sparse_step`` and ``mlp_only_layers``."""
     experts = resolved.section(_EXPERTS)
     layers = _number_of_layers(resolved.section(_MODEL))
@@ -544,7 +544,7 @@ def _from_sparse_layers(resolved: Resolved) -> None:
         _imply(resolved, f"{_EXPERTS}.moe_layer_freq", layers_with_experts(layers, step, dense or []), because)
 
 
-def _from_optimizer(resolved: Resolved) -> None:
+def _apply_optimizer(resolved: Resolved) -> None:
     """Sets Muon's defaults, and the schedule's peak to optimizer.learning_rate; without a schedule it is constant."""
     optimizer = resolved.section("optimizer")
     schedule = resolved.section("lr_schedule")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -44,6 +44,8 @@ class Row(NamedTuple):
     """
     keeps_null: bool = False
     """Whether null is a value of the key; elsewhere it means that the key is not set."""
+    choices: Mapping[str, str] = {}
+    """The words that are its values, which a file may write in upper case -> the values here."""
 
     def accepts(self, value: Any) -> bool:
         """Returns whether a value has one of the types of the key; a float may be written as an integer."""
