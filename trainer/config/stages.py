@@ -102,7 +102,7 @@ def stage_problems(config: Config) -> Iterator[ConfigError]:
     chunks = settings.pp_interleave_num
     if stages == 1 or config.use_parallel is False:
         return
-    if isinstance(settings.offset, list) and [len(row) for row in offset_rows(settings.offset)] != [stages] * chunks:
+    if not offset_fits(config):
         rule = f"{stages} stages need a list of {stages} numbers"
         if chunks > 1:
             rule = f"{stages} stages of {chunks} model chunks need {chunks} lists of {stages} numbers"
@@ -120,6 +120,13 @@ def stage_problems(config: Config) -> Iterator[ConfigError]:
         if config.source.source_places:  # a list of ranges
             fix = f"write ranges of {settings.num_layers} layers"
         yield problem(config, _KEY, rule, fix)
+
+
+def offset_fits(config: Config) -> bool:
+    """Returns whether `offset` is one number, or has one for each stage and model chunk."""
+    offset = config.decoder.offset
+    shape = [config.parallel_config.pipeline_stage] * config.decoder.pp_interleave_num
+    return isinstance(offset, int) or [len(row) for row in offset_rows(offset)] == shape
 
 
 def offset_rows(written: Any) -> list[list[int]]:

@@ -7,6 +7,7 @@ from config_helpers import load
 from test_newer_schema import SMALL
 
 from trainer.config import Config, parse_config
+from trainer.config.pynative.reverse import source_statements
 from trainer.config.stages import stage_layers
 from trainer.convert.convert import older_text
 from trainer.errors import UserError
@@ -80,6 +81,12 @@ def test_layers_of_stages(keys: str, offset: object, layers: list[list[int]]):
     assert config.parallel.pipeline_config.pipeline_interleave == ("interleave_num" in keys)
     assert stage_layers(config) == layers
     assert len(planned(keys, world=world_of(2)).pipeline.stages) == 2
+
+
+@pytest.mark.parametrize("text", ["", "use_parallel: False\nparallel_config: {pipeline_stage: 2}\n"])
+def test_offsets_of_a_run_without_stages_are_no_layers_of_stages(text: str):
+    config = load(f"{text}model_config: {{num_layers: 4, offset: [0, 0, 0]}}\n")
+    assert "parallelism.pipeline_parallel_layers_per_stage" not in source_statements(config)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from trainer.config.pynative.degrees import LEVELS
 from trainer.config.read.dump import plain_values
 from trainer.config.recompute import SUBLAYERS, recomputed_parts
 from trainer.config.schema.root import Config
-from trainer.config.stages import chunk_layers
+from trainer.config.stages import chunk_layers, offset_fits
 from trainer.models.spec.adapters import adaptable_matrices
 
 _MODULES = {"attention": "layers.*.self_attention.*", "mlp": "layers.*.mlp.*"}
@@ -65,6 +65,8 @@ def reshard_after_forward(config: Config) -> Any:
 
 def layers_per_stage(config: Config) -> Any:
     """Returns the layers of each pipeline stage, where the stages differ: ``["0-3,8-11", "4-7,12-15"]``."""
+    if not offset_fits(config):  # without effect: the run has no stages
+        return ...
     stages = chunk_layers(config)
     if len({len(layers) for chunks in stages for layers in chunks}) == 1:
         return ...
