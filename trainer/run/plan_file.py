@@ -54,10 +54,11 @@ _MOST_DOUBLINGS = 14
 """Of the ranks of a file that needs more memory, in search of the fewest."""
 _RANKS_OF_FIX = 128
 """Ranks on which other degrees are looked for if the ones of the file need too much memory, or four times its ranks."""
-_DATA_SECTIONS = frozenset(("model", TRAIN, EVAL))
+_DATA_SECTIONS = frozenset(("model", "model_config", TRAIN, EVAL))
 """An error in one of these sections prevents a check of the data."""
 _MEMORY_SECTIONS = frozenset((
-    "model", "parallel", "parallel_config", "use_parallel", "context", "parallelism", "lora_config", "recompute",
+    "model", "model_config", "moe_config", "parallel", "parallel_config", "use_parallel", "context", "parallelism",
+    "lora_config", "recompute", "recompute_config", "freeze",
 ))  # fmt: skip
 """An error in one of these sections, as the file names them, prevents an estimate of the memory."""
 

@@ -127,6 +127,19 @@ def test_what_follows_from_a_mistake_is_no_problem_of_its_own(old: str, new: str
 
 
 @pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("recompute_config: {recompute: 9}", "recompute_config.recompute = 9: an integer counts layers from the first"),
+        ("moe_config: {expert_num: 4, moe_layer_freq: [1]}", "moe_config.moe_layer_freq = [1]: a list needs"),
+        ("model_config: {layer_types: [full_attention]}", "model_config.layer_types = '...': must have one entry for"),
+        ("freeze: {layers: 0-9}", "freeze.layers = '0-9': there is no layer 9"),
+    ],
+)
+def test_a_plan_of_another_machine_computes_nothing_from_a_mistake_about_layers(keys: str, told: str):
+    assert told in answer(f"{BASE}context: {{device_target: Ascend}}\n{keys}\n")
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         (
