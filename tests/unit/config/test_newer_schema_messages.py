@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import pytest
 from config_helpers import BASE, failure
+from test_newer_schema import SMALL
 
 from trainer.config import parse_config
 from trainer.config.checks.problem import ConfigError
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.run.plan_file import plan_file
 
-SMALL = """\
-context: {device_target: CPU}
-training: {steps: 6, local_batch_size: 2, global_batch_size: 8}
-lr_scheduler: {type: ConstantWarmUpLR, warmup_steps: 0}
-train_dataset:
-  dataloader: {type: TextDataset, dataset_dir: stdlib}
-model:
-  architectures: Qwen3ForCausalLM
-  vocab_size: 300
-  seq_length: 32
-  hidden_size: 64
-  num_hidden_layers: 4
-  num_attention_heads: 4
-"""
 ADDED = SMALL.count("\n") + 1
 """The line of a key behind the small file."""
 

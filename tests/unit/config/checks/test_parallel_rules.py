@@ -27,8 +27,10 @@ LATENT = "multi_latent_attention: True, kv_lora_rank: 8, qk_nope_head_dim: 8, qk
 
 
 def run_error(text: str, world=EIGHT, *overrides: str) -> str:
-    """Returns the message that a job ends in before it starts."""
-    config = load(BASE + text, *overrides)
+    """Returns the message that a job ends in before it starts; lines of `text` with "=" are flags."""
+    lines = text.splitlines()
+    flags = [line for line in lines if "=" in line]
+    config = load(BASE + "".join(f"{line}\n" for line in lines if line not in flags), *flags, *overrides)
     return failure(lambda: preflight(config, world, select_execution_mode(config, world).problems()))
 
 
@@ -119,9 +121,7 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
     ],
 )  # fmt: skip
 def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) -> None:
-    lines = text.splitlines()
-    flags = [line for line in lines if "=" in line]
-    message = run_error("".join(f"{line}\n" for line in lines if line not in flags), EIGHT, *flags)
+    message = run_error(text)
     assert all(part in message for part in parts), message
     assert "\n  Fix: " in message
 
@@ -289,10 +289,7 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     ],
 )  # fmt: skip
 def test_what_semi_automatic_mode_cannot_do_is_an_error(text: str, parts: list[str]) -> None:
-    mode = "parallel: {parallel_mode: 1}\n"
-    lines = text.splitlines()
-    flags = [line for line in lines if "=" in line]
-    message = run_error(mode + "".join(f"{line}\n" for line in lines if line not in flags), EIGHT, *flags)
+    message = run_error("parallel: {parallel_mode: 1}\n" + text)
     assert all(part in message for part in parts), message
     assert "Fix: " in message
 
