@@ -236,6 +236,8 @@ def test_empty_sections_mean_their_defaults():
         ("micro_batch_size: 3\n", "micro_batch_size", "runner_config.batch_size, "),
         ("model: {model_config: {bf16: True}}\n", "model.model_config.bf16", "model.model_config.compute_dtype"),
         ("zzz: 3\n", "zzz", "remove it"),
+        ("runner_config.epochs: 3\n", "runner_config.epochs", "write its section, and the rest of its name below"),
+        ("model_config: {rope_scaling.factor: 3}\n", "model_config.rope_scaling.factor", "write its section, and the"),
         ("model: {settings: {}}\n", "model.settings", "remove it"),
     ],
 )

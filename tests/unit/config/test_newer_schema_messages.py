@@ -66,6 +66,15 @@ def answer(text: str) -> str:
             "optimizer.adamw_betas = [0.9, 0.9]: only Muon has it.\n  Fix: write betas.",
         ),
         (
+            "  rope_scaling.factor: 4",
+            "model.rope_scaling.factor: unknown key in model.\n"
+            "  Fix: write its section, and the rest of its name below.",
+        ),
+        (
+            "optimizer: {type.x: 4}",
+            "optimizer.type.x: unknown key in optimizer.\n  Fix: you probably mean optimizer.type.",
+        ),
+        (
             "optimizer: AdamW",
             "optimizer = 'AdamW': must be a section.\n  Fix: write optimizer: and its keys indented below.",
         ),

@@ -153,6 +153,10 @@ def _model(work: Translation, row: Row) -> None:
                 text = f"{entry.place.text}: {key}.{name}: not used, as in MindSpore Transformers' {known.name}"
                 work.notes.append(text)
             continue
+        if "." in name:
+            work.problem(f"{key}.{name}", "unknown key in model", "write its section, and the rest of its name below",
+                         place=entry.place)  # fmt: skip
+            continue
         if name in _GRAPH_MODE_ONLY and settings[name] is not None:
             text = "acts here; MindSpore Transformers' PynativeTrainer does not read it"
             work.notes.append(f"{entry.place.text}: {key}.{name}: {text}")

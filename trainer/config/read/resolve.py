@@ -15,7 +15,7 @@ from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.other_models import DEEPSEEK_V4_KEYS, NOT_BUILT, effect_of, is_known_effect, parts_rule
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, look_up, plain
-from trainer.config.read.relocate import merge_entries
+from trainer.config.read.relocate import fields_at, merge_entries
 from trainer.config.schema.fields import (
     Section,
     aliases_of,
@@ -171,8 +171,14 @@ def _unknown(name: str, section: type[Section], path: _Path, below: _Path, resol
         homes = f"write it in its section: {in_sections(ours, elsewhere)}"
     elif path.key and name in yaml_names(Config) and not resolved.places:
         homes = f"write {name} at the top level"
+    elif "." in name and fields_at(below.key):
+        homes = "write its section, and the rest of its name below"
     acting = [key for key, info in fields_by_yaml_name(section).items() if support_of(info)[0] == "supported"]
-    written_section, _, written_name = (below.place.key or below.key).rpartition(".")
+    written = below.place.key or below.key
+    written_section, _, written_name = written.rpartition(".")
+    if "." in name and written.endswith(name):  # a flag may have dots, a key of a file may not
+        written_section = written.removesuffix(name).rstrip(".")
+        written_name = name
     return unknown_key(below.place, written_section, written_name, guess, homes, acting)
 
 
