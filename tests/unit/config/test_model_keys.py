@@ -132,6 +132,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_windows() -> None:
         ("window_attn_skip_freq: 2", "requires window_size"),
         ("window_size: [7, 0], window_attn_skip_freq: [1, 0]", "must have one entry for each of the 4 layers"),
         ("softmax_scale: 0.0", "softmax_scale = 0.0"),
+        ("sliding_window_pattern: 0", "sliding_window_pattern = 0: must be at least 1"),
         ("nope_layer_interval: 0", "nope_layer_interval = 0: must be at least 1"),
         ("nope_layer_interval: 2, nope_layers: [1]", "disagrees with nope_layers"),
         ("nope_layers: [4]", "there is no layer 4: the model's layers are 0 to 3"),

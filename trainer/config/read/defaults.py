@@ -189,11 +189,12 @@ def _alternate_windows(resolved: Resolved, family: Family, because: str) -> None
     layers = _number_of_layers(settings)
     period = family.full_attention_period
     pattern = settings.get("sliding_window_pattern")
-    if type(pattern) is int or (isinstance(pattern, str) and settings.get("layer_types")):  # EXAONE 4 has LLLG
-        settings.pop("sliding_window_pattern")
-    if type(pattern) is int:
+    if type(pattern) is int and pattern > 0:
+        del settings["sliding_window_pattern"]
         period = pattern
         because = f"{_MODEL}.sliding_window_pattern"
+    elif isinstance(pattern, str) and settings.get("layer_types"):  # EXAONE 4 has LLLG
+        del settings["sliding_window_pattern"]
     if not period or not settings.get("sliding_window") or layers is None:
         return
     if settings.get("layer_types") is None and settings.get("use_sliding_window") is None:
