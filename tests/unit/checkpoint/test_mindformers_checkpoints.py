@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from test_joined_names import as_chatglm, golden
 
 from trainer.checkpoint.adapters import load_initial_weights
-from trainer.checkpoint.mindformers.strategy import StrategyError, read_strategy
+from trainer.checkpoint.mindformers.strategy import SourceLayout, StrategyError, read_strategy
 from trainer.checkpoint.mindformers.takeover import read_training
 from trainer.checkpoint.state import Position, ResumedCheckpoint, checkpoint_to_resume
 from trainer.checkpoint.tensor_names import to_disk
@@ -222,6 +222,10 @@ def with_offset(content: dict[str, Any]) -> None:
     content["storage_data"][str((FC1, (7,)))] = content["storage_data"].pop(str((FC1, (1,))))
 
 
+def with_huge_counts(content: dict[str, Any]) -> None:
+    content["state_dict_metadata"][FC1]["axis_fragmentations"] = [2**40, 2**40]
+
+
 def with_other_axis(content: dict[str, Any]) -> None:
     content["state_dict_metadata"][FC1]["axis_fragmentations"] = [1, 2]
 
@@ -230,6 +234,7 @@ def with_other_axis(content: dict[str, Any]) -> None:
     ("change", "changes", "parts"),
     [
         (with_other_axis, {}, ["2 shards of", FC1, "are not all of a tensor of shape [96, 32]"]),
+        (with_huge_counts, {}, ["2 shards of", FC1, "are not all of a tensor of shape [96, 32]"]),
         (with_offset, {}, ["metadata.json: ", FC1, "has no shard [7]"]),
         (without_shard, {}, ["1 shards of", FC1, "are not all of a tensor of shape [96, 32]"]),
         (without_place, {}, ["says of no file that it has the shard [1] of", FC1]),
@@ -319,7 +324,7 @@ def test_the_fused_optimizer_counts_from_below_zero(tmp_path: Path) -> None:
     assert resumed(folder).updates == 4
     save_file(load_file(file) | {"global_step": np.array([9], np.int32)}, file)
     assert "is at step 4, and its optimizer has done 9 updates" in failure(lambda: resumed(folder))
-    for number in (np.zeros(0, np.int32), np.array([np.nan], np.float32)):
+    for number in (np.zeros(0, np.int32), np.float32([np.nan]), np.float32([np.inf]), np.int32([-5])):
         save_file(load_file(file) | {"global_step": number}, file)
         assert "the position of its training cannot be read: " in failure(lambda: resumed(folder))
 
@@ -380,6 +385,16 @@ def test_a_damaged_strategy_is_an_error_and_never_a_wrong_layout(tmp_path: Path)
         damaged[draw.integers(len(damaged))] = draw.integers(256)
         path.write_bytes(bytes(damaged))
         is_refused(path)
+
+
+def test_a_strategy_of_other_names_or_huge_sizes_is_an_error_too(tmp_path: Path) -> None:
+    folder = write_rank_folders(tmp_path, converted("qwen3", pynative=False), MATRIX)
+    for path in (tmp_path / "strategy").iterdir():
+        path.write_bytes(path.read_bytes().replace(b"decoder.layers", b"decoder-layers"))
+    message = failure(lambda: load_initial_weights(config_of("qwen3", folder)))
+    assert "in rank_0/model_rank_0-1_4.safetensors has shape" in message
+    huge = SourceLayout((2**40, 2**40), ((1,), (0,)), 0)
+    assert huge.place(2**40 + 3, (4, 4)) == ((4, 12), (2**42, 2**42))
 
 
 def is_refused(path: Path) -> bool:

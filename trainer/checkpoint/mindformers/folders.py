@@ -22,10 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
 from trainer.checkpoint.mindformers.names import SourceTensor, parameter_name
-from trainer.checkpoint.mindformers.strategy import SourceLayout, StrategyError, read_strategy
+from trainer.checkpoint.mindformers.strategy import SourceLayout, StrategyError, digits_of, read_strategy
 from trainer.checkpoint.store import ENDING, read_safetensors
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
@@ -231,8 +229,8 @@ def _iteration_tensor(
         if number >= math.prod(counts) or len(counts) != array.ndim or len(chunk.global_offset) != 1:
             rule = f"{METADATA}: {name} has no shard {chunk.global_offset}"
             raise _problem(path, rule, "use another checkpoint", where)
-        index = np.unravel_index(number, counts)
-        shards[tuple(int(at) * size for at, size in zip(index, array.shape, strict=True))] = array
+        index = digits_of(number, counts)
+        shards[tuple(at * size for at, size in zip(index, array.shape, strict=True))] = array
     return _merge_tensor(path, name, tuple(tensor.global_shape), shards, first, where)
 
 
@@ -384,7 +382,7 @@ def _stage_layouts(layouts: Mapping[str, SourceLayout], rank: int) -> dict[str, 
     stage_layouts: dict[str, SourceLayout] = {}
     for name, layout in layouts.items():
         stage, dash, rest = name.partition("-")
-        if not dash:
+        if not dash or not stage.isdecimal():
             stage_layouts[name] = layout
         elif int(stage) == rank // math.prod(layout.device_matrix):
             stage_layouts[rest] = layout

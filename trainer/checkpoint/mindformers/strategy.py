@@ -6,11 +6,9 @@ A file is a protobuf message ParallelStrategyMap of MindSpore's node_strategy.pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from trainer.input_files import read_bytes
 
@@ -46,14 +44,14 @@ class SourceLayout(NamedTuple):
     def place(self, rank: int, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns where the shard of a rank starts, and the shape of the unsharded parameter."""
         matrix = self.device_matrix
-        index = np.unravel_index(rank % math.prod(matrix), matrix)
+        index = digits_of(rank % math.prod(matrix), matrix)
         counts = []
         numbers = []
         for axes in self.tensor_map:
             places = [len(matrix) - 1 - axis for axis in axes]
             counts.append(math.prod(matrix[place] for place in places))
-            numbers.append(_number([(int(index[place]), matrix[place]) for place in places]))
-        count, number = self._optimizer_shard([int(place) for place in index])
+            numbers.append(_number([(index[place], matrix[place]) for place in places]))
+        count, number = self._optimizer_shard(index)
         counts[0] *= count
         numbers[0] = numbers[0] * count + number
         start = tuple(number * size for number, size in zip(numbers, local_shape, strict=True))
@@ -78,6 +76,15 @@ class SourceLayout(NamedTuple):
         if math.prod(size for _, size in digits) != count:
             raise StrategyError(f"optimizer parallelism over {self.optimizer_ranks} ranks does not fit {list(matrix)}")
         return count, _number(digits)
+
+
+def digits_of(number: int, bases: Sequence[int]) -> list[int]:
+    """Returns the digits of a number in these bases, the first one the highest; bases may be of any size."""
+    digits: list[int] = []
+    for base in reversed(bases):
+        number, digit = divmod(number, base)
+        digits.insert(0, digit)
+    return digits
 
 
 def _number(digits: list[tuple[int, int]]) -> int:

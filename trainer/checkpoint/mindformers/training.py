@@ -94,7 +94,7 @@ def read_counters(source: Source) -> Counters:
     """Reads how far the training of a checkpoint is; raises a UserError if its files do not say it."""
     try:
         return _counters(source)
-    except (OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, OverflowError, TypeError, ValueError, safetensors.SafetensorError) as error:
         rule = f"the position of its training cannot be read: {getattr(error, 'strerror', None) or error}"
         fix = f"copy the complete folder, or {_FROM_WEIGHTS}"
         raise UserError(rule, value=str(source.path), fix=fix) from None
@@ -117,7 +117,7 @@ def _counters(source: Source) -> Counters:
     updates = numbers.get("global_step", step)
     if updates == step - 1 and not source.files:
         updates = step  # the fused AdamW counts from -1
-    if updates > step:
+    if not 0 <= updates <= step:
         raise JsonError(f"it is at step {step}, and its optimizer has done {updates} updates")
     return Counters(step, updates, sequences)
 
