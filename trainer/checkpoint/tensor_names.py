@@ -112,7 +112,7 @@ def _split(name: str, array: ArrayOrLazyArray, settings: ModelConfig) -> Iterato
     size = settings.head_size
     queries = settings.num_heads * size
     keys = settings.kv_heads * size
-    if not joined:
+    if not joined or not array.ndim:
         yield name, array
         return
     if joined == "mlp.gate_up_proj":
@@ -155,35 +155,46 @@ def find_expert_names(names: Iterable[str]) -> ExpertNames:
     return PER_EXPERT
 
 
-def _names_on_disk(name: str, shape: tuple[int, ...], form: ExpertNames) -> list[str]:
-    """Returns the names on disk of a parameter: one name, or one for each expert, in order."""
-    layer, stack, matrix = name.partition(_EXPERTS)
-    if not stack:
+class _OnDisk(NamedTuple):
+    """How a file stores a parameter.
+
+    Attributes:
+        tensors: The name of the tensor that has it, or of one for each expert.
+        shape: The shape of each of them.
+        start: Where the parameter starts in its tensor, which may have an axis before those of the parameter; None:
+            there is a tensor for each expert.
+    """
+
+    tensors: list[str]
+    shape: tuple[int, ...]
+    start: tuple[int, ...] | None
+
+
+def _on_disk(name: str, shape: tuple[int, ...], form: ExpertNames) -> _OnDisk:
+    """Returns how a file whose experts have this form stores a parameter with this name and shape in memory."""
+    layer, is_expert, matrix = name.partition(_EXPERTS)
+    if not is_expert:
+        if form.bias_is_row and name.endswith(_BIAS):
+            shape = (1, *shape)
         name = name.replace(_ROUTER, f".{form.module}.{form.router}.weight")
-        return [name.replace(_BIAS, f".{form.bias}")]
+        return _OnDisk([name.replace(_BIAS, f".{form.bias}")], shape, (0,) * len(shape))
     if matrix in _MATRICES:
-        matrix = form.matrices[_MATRICES.index(matrix)]
+        place = _MATRICES.index(matrix)
+        matrix = form.matrices[place]
         if form.is_stacked:
-            return [f"{layer}.{form.module}.{matrix}"]
+            experts, rows, columns = shape
+            stack = (experts, rows * form.matrices.count(matrix), columns)
+            start = (0, rows * form.matrices[:place].count(matrix), 0)
+            return _OnDisk([f"{layer}.{form.module}.{matrix}"], stack, start)
         matrix += ".weight"
-    return [f"{layer}.{form.module}.experts.{expert}.{matrix}" for expert in range(shape[0])]
+    tensors = [f"{layer}.{form.module}.experts.{expert}.{matrix}" for expert in range(shape[0])]
+    return _OnDisk(tensors, shape[1:], None)
 
 
 def disk_shapes(shapes: Shapes, form: ExpertNames = PER_EXPERT) -> dict[str, tuple[int, ...]]:
     """Returns names and shapes on disk of parameters with these names and shapes in memory."""
-    shapes_on_disk: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        tensors = _names_on_disk(name, shape, form)
-        if _is_row(name, form):
-            shapes_on_disk[tensors[0]] = (1, *shape)
-        elif _EXPERTS not in name:
-            shapes_on_disk[tensors[0]] = shape
-        elif form.is_stacked:
-            stacks = sum(tensors[0].endswith(matrix) for matrix in form.matrices)
-            shapes_on_disk[tensors[0]] = (shape[0], stacks * shape[1], shape[2])
-        else:
-            shapes_on_disk |= dict.fromkeys(tensors, shape[1:])
-    return shapes_on_disk
+    stored = [_on_disk(name, shape, form) for name, shape in shapes.items()]
+    return {tensor: one.shape for one in stored for tensor in one.tensors}
 
 
 def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[str, ArrayOrLazyArray]:
@@ -194,29 +205,16 @@ def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[s
     form = find_expert_names(weights)
     parameters = {}
     for name, shape in shapes.items():
-        arrays = [weights[tensor] for tensor in _names_on_disk(name, shape, form)]
-        if _is_row(name, form):
-            parameters[name] = read_shard(arrays[0])[0]
-        elif _EXPERTS not in name:
-            parameters[name] = arrays[0]
-        elif form.is_stacked:
-            start = _rows_above(name, shape)
-            parameters[name] = arrays[0][:, start : start + shape[1]]
-        else:
-            parameters[name] = stack_arrays(arrays)
+        tensors, shape_on_disk, start = _on_disk(name, shape, form)
+        array = weights[tensors[0]]
+        if start is None:
+            array = stack_arrays([weights[tensor] for tensor in tensors])
+        elif len(start) > len(shape):
+            array = read_shard(array)[0]
+        elif shape != shape_on_disk:
+            array = array[Shard(start, shape).slices]
+        parameters[name] = array
     return parameters
-
-
-def _is_row(name: str, form: ExpertNames) -> bool:
-    """Returns whether a parameter is an expert bias that is a matrix of one row on disk."""
-    return form.bias_is_row and name.endswith(_BIAS)
-
-
-def _rows_above(name: str, shape: tuple[int, ...]) -> int:
-    """Returns the rows of an expert that a stacked tensor has above those of this matrix: gate is above up."""
-    if name.endswith(_MATRICES[1]):
-        return shape[1]
-    return 0
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -248,17 +246,11 @@ def disk_slices(parts: Mapping[str, ShardSpec], shapes: Shapes, kind: str) -> di
         form = FAMILIES[kind].expert_names
     slices: dict[str, list[DiskSlice]] = {}
     for name, part in parts.items():
-        tensors = _names_on_disk(name, part.global_shape, form)
-        if _EXPERTS in name and form.is_stacked:
-            spec = _stacked_experts_spec(part, name, form)
-            pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), spec))]
-        elif _EXPERTS in name:
+        tensors, shape, start = _on_disk(name, part.global_shape, form)
+        if start is None:
             pieces = [(tensors[expert], DiskSlice(name, local, one)) for expert, one, local in part.items()]
         else:
-            if _is_row(name, form):
-                shard = Shard((0, *part.shard.start), (1, *part.shard.shape))
-                part = ShardSpec((1, *part.global_shape), shard, part.flat_range)
-            pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), part))]
+            pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), _spec_within(part, shape, start)))]
         for tensor, piece in pieces:
             tensor_of_class, placed = _name_in_class(tensor, piece, shapes, kind)
             slices.setdefault(tensor_of_class, []).append(placed)
@@ -275,26 +267,20 @@ def _name_in_class(tensor: str, piece: DiskSlice, shapes: Shapes, kind: str) -> 
             if module.endswith(f".{matrix}"):
                 stem = module.removesuffix(matrix)
                 rows = [shapes[f"{stem}{each}.{suffix}"][0] for each in matrices]
-                spec = _stacked_spec(piece.spec, sum(rows[:place]), sum(rows))
+                shape = (sum(rows), *piece.spec.global_shape[1:])
+                spec = _spec_within(piece.spec, shape, (sum(rows[:place]), *(0 for _ in shape[1:])))
                 return f"{stem}{joined}.{suffix}", piece._replace(spec=spec)
     for ours, theirs in FAMILIES[kind].tensor_names.items():
         tensor = tensor.replace(ours, theirs)
     return tensor, piece
 
 
-def _stacked_spec(part: ShardSpec, above: int, rows: int) -> ShardSpec:
-    """Returns the spec of a shard of a matrix in a stack of `rows` rows, of which `above` rows are above it."""
-    shard = part.shard._replace(start=(part.shard.start[0] + above, *part.shard.start[1:]))
-    return ShardSpec((rows, *part.global_shape[1:]), shard, part.flat_range)
-
-
-def _stacked_experts_spec(part: ShardSpec, name: str, form: ExpertNames) -> ShardSpec:
-    """Returns the spec of a shard of the experts' matrices in the tensor that stacks them."""
-    experts, rows, columns = part.global_shape
-    stacks = form.matrices.count(form.matrices[_MATRICES.index(name.rpartition(_EXPERTS)[2])])
-    first, row, column = part.shard.start
-    shard = part.shard._replace(start=(first, row + _rows_above(name, part.global_shape), column))
-    return ShardSpec((experts, stacks * rows, columns), shard, part.flat_range)
+def _spec_within(part: ShardSpec, shape: tuple[int, ...], start: tuple[int, ...]) -> ShardSpec:
+    """Returns the spec of a shard of an array in one of this shape, which has the array from `start` on."""
+    before = len(shape) - len(part.global_shape)  # axes
+    places = ((0,) * before + part.shard.start, start)
+    shard = Shard(tuple(map(sum, zip(*places, strict=True))), (1,) * before + part.shard.shape)
+    return ShardSpec(shape, shard, part.flat_range)
 
 
 def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:

@@ -26,6 +26,7 @@ from trainer.parallel.sharding import Shard
 from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, box_array
 
 _NAME = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+_AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 _MARKS = (".mlp.experts.gate_up_proj_bias", ".mlp.experts.gate_up_proj_blocks")
 _GROUP = 32
 _EXPONENT_OF_ONE = 127
@@ -38,19 +39,23 @@ _Matrix = Callable[[slice, slice], np.ndarray]
 
 
 def split_interleaved_experts(weights: Mapping[str, ArrayOrLazyArray]) -> dict[str, ArrayOrLazyArray]:
-    """Returns the tensors of a file with those of gpt-oss's experts as one tensor for each expert and matrix."""
+    """Returns the tensors of a file with those of gpt-oss's experts as one tensor for each expert and matrix.
+
+    Tensors that do not have the shapes of such experts are kept as they are: no model has a place for them.
+    """
     if not any(name.endswith(_MARKS) for name in weights):
         return dict(weights)
     tensors: dict[str, ArrayOrLazyArray] = {}
     for name, array in weights.items():
         match = _NAME.fullmatch(name)
-        if match is None:
+        scales = weights.get(name.removesuffix("_blocks") + "_scales")
+        has_scales = scales is not None and array.shape == (*scales.shape, _GROUP // 2)
+        if match is None or array.ndim != _AXES[match[3]] or (match[3] == "_blocks" and not has_scales):
             tensors[name] = array
             continue
         prefix, matrix, kind = match.groups()
         if kind == "_scales":
             continue
-        scales = weights.get(f"{prefix}{matrix}_scales")
         for expert in range(array.shape[0]):
             if kind == "_bias":
                 ending = "bias"

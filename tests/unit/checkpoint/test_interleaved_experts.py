@@ -103,6 +103,18 @@ def test_bytes_of_other_tensors_are_an_error(tmp_path: Path) -> None:
     assert "must be floating-point numbers" in message and "model.norm.weight is U8" in message
 
 
+def test_experts_of_other_shapes_are_named(files: tuple[Path, Path, ModelConfig]) -> None:
+    packed, plain, settings = files
+    for file, tensor, axes in ((packed, "gate_up_proj_scales", None), (packed, "down_proj_blocks", (4, 64, 16)),
+                               (plain, "gate_up_proj", (4,)), (plain, "down_proj_bias", (256,))):  # fmt: skip
+        weights = load_file(file)
+        array = weights.pop(f"{LAYER}{tensor}")
+        if axes is not None:
+            weights[f"{LAYER}{tensor}"] = np.resize(array, axes)
+        message = failure(lambda weights=weights: fitting_weights(weights, settings, Path("file")))
+        assert f"lacks {LAYER}" in message and f" {LAYER}{tensor.replace('scales', 'blocks')}" in message
+
+
 def test_another_quantization_of_a_folder_is_an_error(tmp_path: Path) -> None:
     described = load_model_case("family_gpt_oss").metadata["config_json"]
     for method, is_read in (("mxfp4", True), ("awq", False)):

@@ -122,6 +122,13 @@ def test_telechat2s_key_value_has_each_heads_key_before_its_value() -> None:
     assert "model.layers.0.self_attn.k_proj.weight (and 1 more) of shape [3, 8] where this model has [4, 8]" in message
 
 
+def test_a_joined_tensor_without_axes_is_named() -> None:
+    settings = load("model_config: {num_layers: 1, hidden_size: 8, num_heads: 4, vocab_size: 300}\n").decoder
+    name = "transformer.h.0.self_attention.key_value.weight"
+    message = failure(lambda: fitting_weights({name: np.zeros((), np.float32)}, settings, Path("file")))
+    assert "holds model.layers.0.self_attn.kv_proj.weight, which this model does not have" in message
+
+
 def test_layers_that_share_weights_may_each_have_a_copy_of_them_in_a_file() -> None:
     case = load_model_case("other_telechat3_1_8b")
     settings = parse_config("a", json.dumps({"model": case.config})).decoder
