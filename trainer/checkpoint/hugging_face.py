@@ -49,7 +49,6 @@ _WRITTEN = {
 DTYPES = tuple(_WRITTEN)
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model",

@@ -47,6 +47,8 @@ BEST = "best"
 UNFINISHED = ".tmp-"
 """Prefix of a temporary folder or file."""
 ENDING = ".safetensors"
+INDEX = "model.safetensors.index.json"
+"""In a folder of Hugging Face: which file has which tensor."""
 
 _FLOATS = ("F64", "F32", "F16", BFLOAT16)
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")

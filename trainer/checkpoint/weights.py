@@ -15,6 +15,8 @@ import numpy as np
 from trainer.checkpoint.mindformers.folders import find_source, open_source
 from trainer.checkpoint.mindformers.names import SourceTensor, convert_weights, has_mindformers_names, is_run_state
 from trainer.checkpoint.store import (
+    ENDING,
+    INDEX,
     as_weights_error,
     fallback_fix,
     find_checkpoint,
@@ -28,6 +30,7 @@ from trainer.config.layer_ranges import layer_text
 from trainer.config.schema.model import ModelConfig
 from trainer.config.teacher import teacher_run
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, LAYERS, SCORE, layer_prefix
@@ -35,6 +38,7 @@ from trainer.models.spec.shapes import parameter_shapes, parameter_specs
 from trainer.parallel.sharding import ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.base_dtypes import BaseDtype
+from trainer.storage.json_files import JsonError, LenientModel, parse_json
 from trainer.storage.marker import MARKER
 from trainer.storage.quantized import quantize
 from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, read_row_blocks, read_shard
@@ -54,6 +58,10 @@ _BUFFERS = (".rotary_emb.inv_freq",)
 _TEACHER = "loss.teacher"
 _OTHER_MODULES = "model.mtp_"
 """How names in MTP modules of ERNIE 4.5 begin, which are not those of DeepSeek-V3."""
+
+
+class _Index(LenientModel):
+    weight_map: dict[str, str]
 
 
 def open_initial_weights(
@@ -303,9 +311,7 @@ def read_weights(
         UserError: There are no readable weights.
     """
     path = resolve_best_link(path)
-    files = sorted(path.glob("*.safetensors"))
-    if path.is_file():
-        files = [path]
+    files = _weight_files(path, where)
     if files and not any((path / name).exists() for name in _OUR_FILES):
         weights: dict[str, LazyArray] = {}
         file_of: dict[str, Path] = {}
@@ -327,6 +333,24 @@ def read_weights(
         return read_checkpoint_weights(checkpoint, "model", numbers, world)
     except UserError as error:
         raise as_weights_error(error, where, "load_checkpoint") from error
+
+
+def _weight_files(path: Path, where: str) -> list[Path]:
+    """Returns the files of weights that a path names: of a folder those that its index names, as in transformers.
+
+    Published folders may have the weights twice, the second time in files under the names of another program.
+    """
+    if path.is_file():
+        return [path]
+    if not (path / INDEX).exists() or (path / "model.safetensors").exists():
+        return sorted(path.glob(f"*{ENDING}"))
+    try:
+        index: _Index = parse_json(read_bytes(path / INDEX), _Index, INDEX)
+    except (OSError, JsonError) as error:
+        rule = f"{INDEX} cannot be read: {getattr(error, 'strerror', None) or error}"
+        fix = "copy the complete folder"
+        raise UserError(rule, where=where, key="load_checkpoint", value=str(path), fix=fix) from None
+    return [path / name for name in sorted(set(index.weight_map.values()))]
 
 
 def read_checkpoint_weights(

@@ -15,14 +15,15 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from trainer.checkpoint.averages import linear, slerp, task_arithmetic, ties
-from trainer.checkpoint.hugging_face import CONFIG, GENERATION, INDEX, TOKENIZER_FILES, index_json, split_into_files
-from trainer.checkpoint.store import find_checkpoint
+from trainer.checkpoint.hugging_face import CONFIG, GENERATION, TOKENIZER_FILES, index_json, split_into_files
+from trainer.checkpoint.store import INDEX, find_checkpoint, first_of
 from trainer.checkpoint.weights import read_weights
 from trainer.errors import UserError
 from trainer.monitors import formatting
 from trainer.monitors.files import make_folder
 from trainer.parallel.sharding import ShardSpec
 from trainer.run.export import SHARD_BYTES, check_output, weight_files, write_atomically, write_bytes, write_weight_file
+from trainer.storage.interleaved_experts import QUANTIZED
 from trainer.storage.tensor_file import LazyArray, read_shard
 
 Method: TypeAlias = Literal["linear", "slerp", "task_arithmetic", "ties"]
@@ -69,11 +70,11 @@ def merge(options: MergeOptions) -> str:
     _check(options)
     sources = [read_weights(path, "argument MODEL") for path in options.models]
     base = None
-    others = list(zip(options.models, sources, strict=True))[1:]
+    compared = list(zip(options.models, sources, strict=True))
     if options.base is not None:
         base = read_weights(options.base, "flag --base")
-        others.append((options.base, base))
-    for path, source in others:
+        compared.append((options.base, base))
+    for path, source in compared:
         _compare(options.models[0], sources[0], path, source)
     merged = {
         name: LazyArray(array.shape, partial(_read_part, options, sources, base, name))
@@ -81,20 +82,23 @@ def merge(options: MergeOptions) -> str:
     }
     files = split_into_files(merged, SHARD_BYTES, options.dtype)
     make_folder(options.output)
-    for path in weight_files(options.output):
-        path.unlink()
+    written = {*files}
     for name, tensors in files.items():
         write_atomically(options.output / name, partial(write_weight_file, merged, tensors, options.dtype))
     if len(files) > 1:
         index = index_json(files, merged, options.dtype)
         write_atomically(options.output / INDEX, partial(write_bytes, index))
+        written.add(INDEX)
+    for path in weight_files(options.output):  # last: the folder may be one of the models
+        if path.name not in written:
+            path.unlink()
     copied = list(_copy_other_files(options.models[0], options.output))
     size = sum((options.output / name).stat().st_size for name in files)
-    others = ""
+    missing = ""
     if CONFIG not in copied:
-        others = "; the first model has no config.json"
+        missing = "; the first model has no config.json"
     count = f"{len(options.models)} models by {options.method}"
-    return f"wrote {options.output}: {count}, {len(merged)} tensors, {formatting.size(size)}{others}"
+    return f"wrote {options.output}: {count}, {len(merged)} tensors, {formatting.size(size)}{missing}"
 
 
 def _read_part(
@@ -150,7 +154,10 @@ def _check(options: MergeOptions) -> None:
 
 
 def _compare(first: Path, expected: Mapping[str, LazyArray], path: Path, tensors: Mapping[str, LazyArray]) -> None:
-    """Raises a UserError if a model has other tensors than the first one."""
+    """Raises a UserError if a model has other tensors than the first one, or tensors of codes instead of numbers."""
+    if codes := [name for name in tensors if name.endswith(QUANTIZED)]:
+        rule = f"its experts are quantized, and their codes have no mean: {first_of(codes)}"
+        raise UserError(rule, key="MODEL", value=str(path), fix="write them as numbers: run_trainer.py export")
     for name in (*expected, *tensors):
         if name not in tensors:
             rule = f"it lacks {name}, which {first} has"

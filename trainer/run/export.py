@@ -17,7 +17,6 @@ from trainer.checkpoint.adapters import PART, base_of_adapters, load_initial_wei
 from trainer.checkpoint.documents import record_form_of
 from trainer.checkpoint.hugging_face import (
     CONFIG,
-    INDEX,
     class_on_disk,
     folder_files,
     index_json,
@@ -28,7 +27,7 @@ from trainer.checkpoint.hugging_face import (
     trained_template,
     write_weights,
 )
-from trainer.checkpoint.store import find_checkpoint
+from trainer.checkpoint.store import INDEX, find_checkpoint
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import module_layers
 from trainer.config.families import FAMILIES

@@ -194,7 +194,10 @@ class LazyArray:
         return self._read(spec)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.read().astype(dtype, copy=False)
+        numbers = self.read()
+        if dtype is None:
+            return numbers
+        return numbers.astype(dtype, copy=False)
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> LazyArray:
         if isinstance(key, tuple):

@@ -102,6 +102,7 @@ def test_what_is_made_of_stored_arrays_is_read_part_by_part() -> None:
     for name, (found, expected) in made.items():
         assert found.shape == expected.shape and found.ndim == expected.ndim
         np.testing.assert_array_equal(np.asarray(found), expected, name)
+        assert np.asarray(found).dtype == np.float32
         for part in parts_of(expected.shape):
             read.clear()
             np.testing.assert_array_equal(found.read(part), right(expected, part), name)

@@ -315,6 +315,20 @@ def test_a_folder_whose_files_contradict_or_hang_is_refused(tmp_path: Path) -> N
     assert "model-2.safetensors" in failure(lambda: read_weights(tmp_path))
 
 
+def test_the_index_of_a_folder_says_which_files_have_its_weights(tmp_path: Path) -> None:
+    ones = np.ones((2, 2), np.float32)
+    index = tmp_path / "model.safetensors.index.json"
+    for name in ("model-1", "model-2", "consolidated"):
+        write_weights(tmp_path / f"{name}.safetensors", {name: ones}, "float32")
+    index.write_text(json.dumps({"weight_map": {name: f"{name}.safetensors" for name in ("model-1", "model-2")}}))
+    assert read_weights(tmp_path).keys() == {"model-1", "model-2"}
+    (tmp_path / "model-2.safetensors").unlink()
+    message = failure(lambda: read_weights(tmp_path))
+    assert "model-2.safetensors" in message and "No such file" in message
+    index.write_text("{}")
+    assert "model.safetensors.index.json cannot be read: " in failure(lambda: read_weights(tmp_path))
+
+
 def _pipe(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     os.mkfifo(folder / "more.safetensors")
 

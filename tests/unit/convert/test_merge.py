@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from trainer.checkpoint.averages import slerp, task_arithmetic, ties
 from trainer.convert import merge as merge_module
 from trainer.convert.merge import MergeOptions, merge
+from trainer.errors import RunError
 
 RANDOM = np.random.default_rng(5)
 SHAPES = {"model.embed_tokens.weight": (5, 4), "model.norm.weight": (4,), "lm_head.weight": (5, 4)}
@@ -70,6 +71,32 @@ def test_each_method_merges_every_tensor(tmp_path: Path, models: list[Path]) -> 
             np.testing.assert_array_equal(array, expected(name), f"{method}: {name}")
         assert json.loads((tmp_path / method / "config.json").read_text())["from"] == "a"
         assert (tmp_path / method / "tokenizer.json").exists()
+
+
+def test_a_model_may_be_replaced_but_is_never_missing(
+    tmp_path: Path, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = models
+    before = [saved(first), saved(second)]
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
+        patch.setattr(merge_module, "write_weight_file", fail)
+        merge(MergeOptions((first, second), second, force=True))
+    assert saved(second).keys() == SHAPES.keys()
+    merge(MergeOptions((first, second), second, force=True))
+    assert [path.name for path in second.glob("*.safetensors")] == ["model.safetensors"]
+    for name, array in saved(second).items():
+        np.testing.assert_array_equal(array, (before[0][name] + before[1][name]) / 2)
+
+
+def test_codes_of_quantized_experts_are_not_averaged(tmp_path: Path) -> None:
+    codes = {"model.layers.0.mlp.experts.down_proj_blocks": np.ones((1, 4, 1, 16), np.uint8)}
+    folders = [folder_of(tmp_path / name, codes) for name in "ab"]
+    message = failure(lambda: merge(MergeOptions(tuple(folders), tmp_path / "out")))
+    assert "experts are quantized" in message and "down_proj_blocks" in message and "export" in message
 
 
 def test_large_models_get_several_files(tmp_path: Path, models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
