@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,32 +124,29 @@ class Saver:
         return _Thread(lambda: run_catching_disk_errors(work, self.folder))
 
 
-class _Thread:
+class _Thread(threading.Thread):
     """A thread that does some work; a process that is stopped at once does not wait for it."""
 
     def __init__(self, work: Callable[[], Path | StageResult]) -> None:
-        self._result: Path | StageResult | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
-        self._thread.start()
+        super().__init__(name="checkpoint", daemon=True)
+        self._work = work
+        self._outcome: Future[Path | StageResult] = Future()
+        self.start()
 
-    def _run(self, work: Callable[[], Path | StageResult]) -> None:
+    def run(self) -> None:
+        """Does the work."""
         try:
-            self._result = work()
+            self._outcome.set_result(self._work())
         except BaseException as error:
-            self._error = error
+            self._outcome.set_exception(error)
 
     def _written_bytes(self) -> float:
         """Returns the bytes that the thread has written so far; if unknown, another number at each call."""
         try:
-            counters = Path(f"/proc/self/task/{self._thread.native_id}/io").read_text(encoding="ascii")
+            counters = Path(f"/proc/self/task/{self.native_id}/io").read_text(encoding="ascii")
             return int(next(line for line in counters.splitlines() if line.startswith("wchar:")).split()[1])
         except (OSError, StopIteration):
             return time.monotonic()
-
-    def is_alive(self) -> bool:
-        """Returns whether the work goes on."""
-        return self._thread.is_alive()
 
     def result(self, on_wait: Callable[[], None]) -> Path | StageResult:
         """Waits for the work and returns its result, or raises its error.
@@ -159,14 +157,11 @@ class _Thread:
         written = self._written_bytes()
         wrote_at = time.monotonic()
         while self.is_alive():
-            self._thread.join(_LOOK_SECONDS)
+            self.join(_LOOK_SECONDS)
             before = written
             written = self._written_bytes()
             if written != before:
                 wrote_at = time.monotonic()
             if self.is_alive() and time.monotonic() - wrote_at < _FLUSH_SECONDS:
                 on_wait()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        return self._outcome.result()

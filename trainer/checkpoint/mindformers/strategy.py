@@ -1,27 +1,19 @@
 """Strategy files of MindSpore: how a job of MindSpore Transformers sharded its parameters over the ranks of a stage.
 
-A file is a protobuf message ParallelStrategyMap of MindSpore's node_strategy.proto, read here without MindSpore.
+A file is a protobuf message ParallelStrategyMap of MindSpore's node_strategy.proto.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+import runpy
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.input_files import read_bytes
-
-# Fields of the messages.
-_LAYOUT_ITEM = 3
-_NAME = 1
-_LAYOUTS = 2
-_DEVICE_MATRIX = 1
-_TENSOR_MAP = 2
-_SPLIT_SHAPE = 3
-_OPTIMIZER_STEP = 6
-_OPTIMIZER_RANKS = 7
-_DIM = 1
 
 
 class StrategyError(ValueError):
@@ -102,91 +94,40 @@ def read_strategy(path: Path) -> dict[str, SourceLayout]:
         StrategyError: It is not such a file, or has a layout that is not known here.
         OSError: It cannot be read.
     """
-    layouts = {}
+    from google.protobuf.message import DecodeError
+
     try:
-        for number, item in _fields(read_bytes(path)):
-            if number == _LAYOUT_ITEM:
-                fields = dict(_fields(_as_bytes(item)))
-                layouts[_as_bytes(fields[_NAME]).decode()] = _parameter_layout(_as_bytes(fields[_LAYOUTS]))
-    except (IndexError, KeyError, UnicodeDecodeError, ValueError) as error:
+        items = _message_class().FromString(read_bytes(path)).parallel_layout_item
+        layouts = {item.param_name: _source_layout(item.parallel_layouts) for item in items}
+    except (DecodeError, ValueError) as error:
         raise StrategyError(f"{path.name} is not a strategy file that can be read here ({error})") from None
     if not layouts:
         raise StrategyError(f"{path.name} has no layouts of parameters")
     return layouts
 
 
-def _parameter_layout(message: bytes) -> SourceLayout:
-    fields = list(_fields(message))
-    device_matrix, *others = [_numbers(value) for number, value in fields if number == _DEVICE_MATRIX]
-    if others or any(_numbers(value) for number, value in fields if number == _SPLIT_SHAPE):
+@functools.cache
+def _message_class() -> Any:
+    """Returns MindSpore's class of these messages, without loading MindSpore."""
+    package = find_spec("mindspore")
+    assert package is not None and package.submodule_search_locations is not None
+    return runpy.run_path(f"{package.submodule_search_locations[0]}/train/node_strategy_pb2.py")["ParallelStrategyMap"]
+
+
+def _source_layout(layouts: Any) -> SourceLayout:
+    """Returns the layout in a message ParallelLayouts; raises a ValueError if it is not known here."""
+    if len(layouts.dev_matrix) != 1 or any(shape.dim for shape in layouts.param_split_shape):
         raise ValueError("a parameter is split into pieces of different sizes")
-    maps = [_numbers(value) for number, value in fields if number == _TENSOR_MAP]
-    if len(maps) == 1:
-        tensor_map = [(axis,) for axis in maps[0]]
-    else:
-        tensor_map = [axes for axes in maps if axes]
-    numbers = {number: value for number, value in fields if isinstance(value, int)}
-    optimizer_ranks = numbers.get(_OPTIMIZER_RANKS, 0)
-    if not numbers.get(_OPTIMIZER_STEP, 0):
-        optimizer_ranks = 0
+    device_matrix = tuple(layouts.dev_matrix[0].dim)
+    tensor_map = [tuple(axes.dim) for axes in layouts.tensor_map if axes.dim]
+    if len(layouts.tensor_map) == 1:
+        tensor_map = [(axis,) for axis in layouts.tensor_map[0].dim]
+    optimizer_ranks = 0
+    if layouts.opt_weight_shard_step:
+        optimizer_ranks = layouts.opt_weight_shard_size
     sharding = tuple(tuple(axis for axis in axes if axis != -1) for axes in tensor_map)
     if not sharding or min(device_matrix) < 1 or optimizer_ranks < -1:
         raise ValueError("a layout without axes or ranks")
     if any(axis not in range(len(device_matrix)) for axes in sharding for axis in axes):
         raise ValueError("an axis that the device matrix does not have")
     return SourceLayout(device_matrix, sharding, optimizer_ranks)
-
-
-def _numbers(message: int | bytes) -> tuple[int, ...]:
-    """Returns the repeated integers of a message, packed or not."""
-    numbers: list[int] = []
-    for number, value in _fields(_as_bytes(message)):
-        if number == _DIM and isinstance(value, bytes):
-            position = 0
-            while position < len(value):
-                packed, position = _varint(value, position)
-                numbers.append(packed)
-        elif number == _DIM:
-            numbers.append(int(value))
-    return tuple(numbers)
-
-
-def _as_bytes(value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        raise ValueError("a number where a message must be")
-    return value
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields the fields of a protobuf message: their numbers and values, integers or bytes."""
-    position = 0
-    while position < len(message):
-        tag, position = _varint(message, position)
-        kind = tag & 7
-        if kind == 0:
-            value, position = _varint(message, position)
-            yield tag >> 3, value
-            continue
-        if kind != 2:
-            raise ValueError(f"a field of wire type {kind}")
-        length, position = _varint(message, position)
-        if length < 0 or position + length > len(message):
-            raise ValueError("a field beyond the end")
-        yield tag >> 3, message[position : position + length]
-        position += length
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Returns a signed 64-bit integer of variable length, and the position behind it."""
-    number = 0
-    for shift in range(0, 70, 7):
-        byte = data[position]
-        position += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            break
-    else:
-        raise ValueError("a number of more than 10 bytes")
-    if number >= 1 << 63:
-        number -= 1 << 64
-    return number, position
