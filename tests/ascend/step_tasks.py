@@ -162,7 +162,7 @@ def checkpoint(run: CaseRun) -> dict[str, Any]:
         folder = Path(name)
         stages = save_stages(
             folder, Position(step=1), saved, step_state=step.state(), config=run.config, layout={}, base=None,
-            keep_max=1, evaluations=EvalHistory(),
+            keep_max=1, evaluations=EvalHistory.empty(),
         )  # fmt: skip
         names = sorted(each.name for each in run_stages(stages, folder, Communicator()).iterdir())
     if not isinstance(step, GraphStep):

@@ -75,7 +75,7 @@ def save(step: TrainStep, config: Config, group: ProcessGroup, folder: Path) -> 
     stages = save_stages(
         folder, Position(step=3, tokens=9, data_from_step=3), step.state_dict_shard(), step_state=step.state(),
         config=config, layout=DATA,
-        base=base, keep_max=1, evaluations=EvalHistory(), rank=communicator.rank, ranks=communicator.size,
+        base=base, keep_max=1, evaluations=EvalHistory.empty(), rank=communicator.rank, ranks=communicator.size,
     )  # fmt: skip
     writing.run_stages(stages, folder, communicator)
 

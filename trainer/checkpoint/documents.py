@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.store import STATE, Checkpoint, damaged_checkpoint, find_checkpoint, read_checkpoint
 from trainer.data.batches.packing import RecordForm
 from trainer.data.batches.step_sizes import step_sizes
@@ -92,22 +93,6 @@ class DataLayout(LenientModel):
         return batches + bool(left and not self.drop_remainder)
 
 
-class EvaluatedState(StrictModel):
-    """See `trainer.checkpoint.evaluations.Evaluated`."""
-
-    step: Count
-    loss: float
-
-
-class EvaluationsState(StrictModel):
-    """See `trainer.checkpoint.evaluations.EvalHistory`."""
-
-    step: Count
-    best: list[EvaluatedState]
-    reference: EvaluatedState | None
-    without_improvement: Count
-
-
 class BaseRecord(StrictModel):
     """The base model of adapters."""
 
@@ -124,7 +109,7 @@ class RunState(LenientModel):
     data: DataLayout
     step: StepState | None = None
     settings: dict[str, Any] | None = None
-    evaluations: EvaluationsState | None = None
+    evaluations: EvalHistory | None = None
     base: BaseRecord | None = None
 
     @model_validator(mode="after")

@@ -7,23 +7,22 @@ that never stopped.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
+
+from trainer.storage.json_files import Count, StrictModel
 
 if TYPE_CHECKING:
     from trainer.config.schema.callbacks import EarlyStop
 
 
-class Evaluated(NamedTuple):
+class Evaluated(StrictModel):
     """An evaluation: optimizer steps done before it, and its loss in nats per token."""
 
-    step: int
+    step: Count
     loss: float
 
 
-@dataclass(frozen=True)
-class EvalHistory:
+class EvalHistory(StrictModel):
     """The evaluations of a run so far.
 
     Attributes:
@@ -33,26 +32,32 @@ class EvalHistory:
         without_improvement: Evaluations since then.
     """
 
-    step: int = 0
-    best: tuple[Evaluated, ...] = ()
-    reference: Evaluated | None = None
-    without_improvement: int = 0
+    step: Count
+    best: list[Evaluated]
+    reference: Evaluated | None
+    without_improvement: Count
 
-    def with_evaluation(self, evaluated: Evaluated, keep_best: int) -> EvalHistory:
+    @classmethod
+    def empty(cls, step: int = 0) -> EvalHistory:
+        """Returns the history of a run that begins at a step."""
+        return cls(step=step, best=[], reference=None, without_improvement=0)
+
+    def with_evaluation(self, step: int, loss: float, keep_best: int) -> EvalHistory:
         """Returns the history with one more evaluation.
 
         A loss that is not finite is never among the best; of two equal losses the earlier one is better.
         """
-        finite = [each for each in (*self.best, evaluated) if math.isfinite(each.loss)]
-        best = sorted(finite, key=lambda each: each.loss)[:keep_best]
-        return replace(self, step=evaluated.step, best=tuple(best))
+        best = self.best
+        if math.isfinite(loss):
+            best = [*best, Evaluated(step=step, loss=loss)]
+        return self.model_copy(update={"step": step, "best": sorted(best, key=lambda each: each.loss)[:keep_best]})
 
-    def with_early_stop(self, evaluated: Evaluated, min_delta: float) -> EvalHistory:
+    def with_early_stop(self, step: int, loss: float, min_delta: float) -> EvalHistory:
         """Returns the history with an evaluation counted for EarlyStop."""
-        improved = self.reference is None or evaluated.loss < self.reference.loss - min_delta
-        if improved and math.isfinite(evaluated.loss):
-            return replace(self, reference=evaluated, without_improvement=0)
-        return replace(self, without_improvement=self.without_improvement + 1)
+        improved = self.reference is None or loss < self.reference.loss - min_delta
+        if improved and math.isfinite(loss):
+            return self.model_copy(update={"reference": Evaluated(step=step, loss=loss), "without_improvement": 0})
+        return self.model_copy(update={"without_improvement": self.without_improvement + 1})
 
     def stop_reason(self, early_stop: EarlyStop | None) -> str:
         """Returns why EarlyStop ends the run, as a sentence; empty if it continues."""
@@ -68,20 +73,3 @@ class EvalHistory:
             least = f" by more than {early_stop.min_delta:g}"
         reference = f"{self.reference.loss:.4f}, the loss at step {self.reference.step}"
         return f"the loss of {evaluations} did not fall below {reference}{least}"
-
-
-def to_state(history: EvalHistory) -> dict[str, Any]:
-    """Returns the history as JSON values, for a checkpoint's state."""
-    return asdict(history) | {
-        "best": [each._asdict() for each in history.best],
-        "reference": history.reference and history.reference._asdict(),
-    }
-
-
-def from_state(state: Mapping[str, Any] | None, step: int) -> EvalHistory:
-    """Reads the history from the state of a checkpoint of `step`; empty for older checkpoints, which have none."""
-    if state is None:
-        return EvalHistory(step=step)
-    best = tuple(Evaluated(**each) for each in state["best"])
-    reference = state["reference"] and Evaluated(**state["reference"])
-    return EvalHistory(state["step"], best, reference, state["without_improvement"])

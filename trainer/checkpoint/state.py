@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer.checkpoint import adapter_values, adapters
 from trainer.checkpoint.documents import RunState, read_base, read_run_state
-from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
+from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.hugging_face import class_on_disk
 from trainer.checkpoint.mindformers.folders import find_source
 from trainer.checkpoint.store import (
@@ -142,7 +142,7 @@ def save_stages(
         "step": dict(step_state),
         "settings": settings_record(config),
         "data": dict(layout),
-        "evaluations": to_state(evaluations),
+        "evaluations": evaluations.model_dump(),
     }
     if base is not None:
         state["base"] = dict(base)
@@ -315,9 +315,8 @@ def _resumed(
         notes.append(f"{path.name} was saved without checksums: only the lengths of its files are checked")
     if config.resume_training is True and resolve_best_link(_resume_folder(config)) != path:
         notes += renamed_checkpoint_notes(path)
-    saved = state.model_dump(include={"evaluations", "step"})
-    evaluations = from_state(saved["evaluations"], position.step)
-    step = saved["step"]
+    evaluations = state.evaluations or EvalHistory.empty(position.step)  # older checkpoints have none
+    step = state.model_dump(include={"step"})["step"]
     return ResumedCheckpoint(position, weights, arrays, state.optimizer.updates, step, evaluations, path, tuple(notes))
 
 

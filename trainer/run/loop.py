@@ -11,7 +11,6 @@ import itertools
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -315,11 +314,11 @@ def _first_progress(job: Job, resumed: ResumedCheckpoint | None, notes: list[str
         evaluations = resumed.evaluations
     else:
         position = Position()
-        evaluations = EvalHistory()
+        evaluations = EvalHistory.empty()
     resumed_from = job.info.resumed_from
     if evaluations.best and resumed_from and resumed_from.resolve().parent != job.checkpoints.resolve():
         best = evaluations.best[0]
-        evaluations = replace(evaluations, best=())
+        evaluations = evaluations.model_copy(update={"best": []})
         best_text = f"the best checkpoint so far (step {best.step}, eval loss {best.loss:.4f})"
         notes.append(f"{best_text} stays in {resumed_from.parent}")
     return Progress(position, evaluations, saved_at=(position.step, evaluations.step))

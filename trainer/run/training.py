@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainer.checkpoint.adapters import first_weights
-from trainer.checkpoint.evaluations import EvalHistory, Evaluated
+from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Position, ResumedCheckpoint, save_stages
 from trainer.config.checks.moe import watches_drop_rate
@@ -377,12 +377,12 @@ def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSign
     if metrics is None:
         return
     job.events.notify("on_eval", metrics)
-    evaluated = Evaluated(step, metrics.loss)
-    progress.evaluations = progress.evaluations.with_evaluation(evaluated, config.checkpoint_monitor.keep_best)
+    evaluations = progress.evaluations.with_evaluation(step, metrics.loss, config.checkpoint_monitor.keep_best)
     # A run without stop_step may not evaluate at that step, so EarlyStop does not count it.
     if config.early_stop is not None and (by_step or by_epoch):
-        progress.evaluations = progress.evaluations.with_early_stop(evaluated, config.early_stop.min_delta)
-    if evaluated in progress.evaluations.best:
+        evaluations = evaluations.with_early_stop(step, metrics.loss, config.early_stop.min_delta)
+    progress.evaluations = evaluations
+    if any(each.step == step for each in evaluations.best):
         save_checkpoint_if_new(job, engine, progress)
     sample(job, engine, progress, stop)
 

@@ -81,7 +81,7 @@ def test_a_checkpoint_has_the_weights_of_its_step_though_the_training_changes_th
     saver = Saver(tmp_path, Communicator(), True, lambda path, step: None)
     saver.save(lambda: state.save_stages(
         tmp_path, state.Position(step=1), saved, step_state={}, config=config, layout={}, base=base, keep_max=1,
-        evaluations=EvalHistory(), beside_training=True,
+        evaluations=EvalHistory.empty(), beside_training=True,
     ), 1)  # fmt: skip
     assert gate.reached.wait(20)
     for array in (*saved.weights.values(), *saved.optimizer.values()):
@@ -107,7 +107,7 @@ def test_only_what_is_written_and_still_shared_is_copied(
     tracemalloc.start()
     state.save_stages(
         tmp_path, state.Position(step=1), saved, step_state={}, config=config, layout={}, base=base, keep_max=1,
-        evaluations=EvalHistory(), beside_training=True,
+        evaluations=EvalHistory.empty(), beside_training=True,
     )  # fmt: skip
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

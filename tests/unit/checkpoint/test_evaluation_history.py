@@ -13,18 +13,18 @@ from config_helpers import error_of
 from test_checkpoint_store import names
 
 from trainer.checkpoint import store, writing
-from trainer.checkpoint.evaluations import EvalHistory, Evaluated, from_state, to_state
+from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.weights import read_weights
 from trainer.config.schema.callbacks import EarlyStop
 from trainer.errors import UserError
+from trainer.storage.json_files import check_json
 
 
 def history_of(losses: list[float], keep_best: int = 1, min_delta: float = 0.0) -> EvalHistory:
-    history = EvalHistory()
+    history = EvalHistory.empty()
     for step, loss in enumerate(losses, start=1):
-        found = Evaluated(step, loss)
-        history = history.with_evaluation(found, keep_best).with_early_stop(found, min_delta)
-        history = from_state(json.loads(json.dumps(to_state(history))), step)  # as if resumed after each
+        history = history.with_evaluation(step, loss, keep_best).with_early_stop(step, loss, min_delta)
+        history = check_json(json.loads(json.dumps(history.model_dump())), EvalHistory, "")  # as if resumed after each
     return history
 
 
@@ -66,10 +66,6 @@ def test_an_improvement_is_larger_than_min_delta_in_one_or_several_evaluations()
 def test_a_loss_that_is_not_finite_is_no_improvement() -> None:
     assert reason(history_of([math.nan, math.nan]), patience=2) == "the loss of the last 2 evaluations was not finite"
     assert history_of([math.inf, 3.0]).without_improvement == 0
-
-
-def test_a_checkpoint_from_before_has_no_evaluations() -> None:
-    assert from_state(None, 7) == EvalHistory(step=7)
 
 
 # ---- on disk ---------------------------------------------------------------------------------------------------------

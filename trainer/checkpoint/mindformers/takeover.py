@@ -59,7 +59,7 @@ def _taken_over(
     moments = finite_arrays(open_moments(optimizer_shapes(config), open_arrays, path), path)
     note = f"continues the training of MindSpore Transformers' checkpoint ({source.name}) with its optimizer state"
     note += "; the checkpoint does not say with which settings it was made"
-    return ResumedCheckpoint(position, weights, moments, counters.updates, None, EvalHistory(), path, (note,))
+    return ResumedCheckpoint(position, weights, moments, counters.updates, None, EvalHistory.empty(), path, (note,))
 
 
 def _position(counters: Counters, config: Config, layout: Mapping[str, Any], path: Path) -> Position:
