@@ -17,6 +17,7 @@ from fuzz import Accepted, Attempt, check
 from fuzzing.configuration import TINY, _merged
 from fuzzing.mutate import changed_bytes, json_bytes
 from trainer.checkpoint import adapters, state, store
+from trainer.checkpoint.verify import verify
 from trainer.checkpoint.weights import check_files
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.config import Config, dump_config, parse_config
@@ -97,6 +98,7 @@ def _checkpoint(folder: Path) -> Attempt:
             files[store.MARKER] = marker_content(marker)
         for each, data in files.items():
             (copy / each).write_bytes(data)
+        verify(copy)  # no traceback
         found = state.read_resumed_checkpoint(store.find_checkpoint(copy.parent), config, layout)
         is_same = files[name] == before or (name == store.MARKER and json.loads(files[name]) == json.loads(before))
         if keeps_checksums:
@@ -153,7 +155,7 @@ def _adapters(folder: Path) -> Attempt:
             text = json_bytes(described, rng)
         else:
             tensors = _header(whole, rng)
-        (folder / adapters.CONFIG_FILE).write_bytes(text)
+        (folder / adapters.ADAPTER_CONFIG).write_bytes(text)
         (folder / "adapter_model.safetensors").write_bytes(tensors)
         _same(adapters.load_initial_weights(config), expected, "adapters")
         read = json.loads(text)

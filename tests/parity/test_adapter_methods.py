@@ -23,7 +23,7 @@ from trainer.checkpoint.adapter_values import (
     take_out,
 )
 from trainer.checkpoint.adapters import (
-    CONFIG_FILE,
+    ADAPTER_CONFIG,
     PREFIX,
     adapter_config,
     fitting_adapters,
@@ -58,7 +58,7 @@ class Adapted(NamedTuple):
 def adapted(case: AdapterCase, folder: Path) -> Adapted:
     """Returns the model with the adapters that PEFT saved in `folder`."""
     model = load_model_case(case.model)
-    (folder / CONFIG_FILE).write_text(json.dumps(case.adapter_config))
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(case.adapter_config))
     config = config_of(model={**model_settings(model.config), "pet_config": pet_config(case)})
     adapters = fitting_adapters(case.adapters, config, folder, "test").read()
     return Adapted(config.decoder, join_weights(config, dict(model.weights), adapters))

@@ -14,7 +14,7 @@ from numpy_kernels import distance
 from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch
 from tolerances import decoder_limits, rounding_limit
 
-from trainer.checkpoint.adapters import CONFIG_FILE, fitting_adapters, merge_adapters
+from trainer.checkpoint.adapters import ADAPTER_CONFIG, fitting_adapters, merge_adapters
 from trainer.checkpoint.state import load_weights
 from trainer.models.spec.shapes import adapter_shapes, base_dtypes, parameter_shapes
 from trainer.storage.quantized import FrozenMatrix, QuantizedArray
@@ -85,7 +85,7 @@ def test_logits_and_gradients_are_those_of_peft_on_bitsandbytes(tmp_path: Path) 
     """The base is what bitsandbytes holds; `tests/unit/arrays/test_quantized.py` compares the quantization itself."""
     case = load_adapter_case("quantized_nf4")
     model = load_model_case(case.model)
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(case.adapter_config))
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(case.adapter_config))
     pet = {"lora_rank": case.settings["r"], "lora_alpha": case.settings["lora_alpha"], "base_dtype": "nf4",
            "target_modules": "|".join(case.settings["target_modules"])}  # fmt: skip
     sizes = {"hidden_size": 64, "intermediate_size": 128}

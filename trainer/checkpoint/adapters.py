@@ -20,7 +20,14 @@ import numpy as np
 
 from trainer.checkpoint import adapter_values
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
-from trainer.checkpoint.store import OPTIMIZER, as_weights_error, find_checkpoint, read_checkpoint, read_safetensors
+from trainer.checkpoint.store import (
+    OPTIMIZER,
+    STATE,
+    as_weights_error,
+    find_checkpoint,
+    read_checkpoint,
+    read_safetensors,
+)
 from trainer.checkpoint.weights import (
     CheckedWeights,
     ShardSpecs,
@@ -28,7 +35,6 @@ from trainer.checkpoint.weights import (
     check_weights,
     from_seed,
     open_initial_weights,
-    read_checkpoint_weights,
 )
 from trainer.errors import UserError, shorten_repr, value_text
 from trainer.models.spec.adapters import (
@@ -50,7 +56,7 @@ from trainer.optim.groups import EMA
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, read_saved
-from trainer.storage.tensor_file import ArrayOrLazyArray, read_row_blocks
+from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, read_row_blocks
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -59,7 +65,7 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 """PEFT's prefix of every parameter name."""
 PART = "adapter_model"
-CONFIG_FILE = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 _ADAPTER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(?:lora_[AB]\.weight|lora_magnitude_vector)")
 
@@ -112,23 +118,22 @@ def _open_averages(config: Config, names: Collection[str], world: World) -> Chec
     path = Path(getattr(config, key) or "").expanduser()
     where = config.source.where(key)
     prefix = f"{EMA}."
-    stored: dict[str, ArrayOrLazyArray] = {}
+    stored: dict[str, LazyArray] = {}
     checkpoint = path
     if path.is_dir():
         try:
             checkpoint = find_checkpoint(path, key=key)
-            tensors = read_checkpoint(checkpoint, (OPTIMIZER,), world=world).tensors.get(OPTIMIZER)
+            tensors = read_checkpoint(checkpoint, (OPTIMIZER,), world=world).tensors[OPTIMIZER]
         except UserError as error:
             raise as_weights_error(error, where, key) from error
-        if tensors is not None:
-            stored = {name[len(prefix) :]: array for name, array in tensors.arrays().items() if name.startswith(prefix)}
+        stored = {name[len(prefix) :]: array for name, array in tensors.arrays().items() if name.startswith(prefix)}
     if not stored:
         rule = "there are no moving averages of weights, which use_ema asks for"
         fix = "name a checkpoint of a training with optimizer.ema_decay, or leave use_ema out"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
     shapes = {name: shape for name, shape in all_shapes(config.network).items() if name in stored}
     check_weights(stored, shapes, checkpoint, where, key=key)
-    arrays = {name: array for name, array in stored.items() if name in names}
+    arrays: dict[str, ArrayOrLazyArray] = {name: array for name, array in stored.items() if name in names}
     return CheckedWeights(arrays, arrays, checkpoint, where, key)
 
 
@@ -231,19 +236,19 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, ArrayOrLazyArra
     where = config.source.where("adapter_id")
     file = path / f"{PART}.safetensors"
     numbers = base is not None
-    if file.exists() and not (path / MARKER).exists() and not (path / "state.json").exists():
+    if file.exists() and not (path / MARKER).exists() and not (path / STATE).exists():
         tensors = read_safetensors(file, where, "adapter_id", numbers=numbers)
     else:
         try:
-            checkpoint = read_checkpoint(find_checkpoint(path, key="adapter_id"), parts=())
-            path = checkpoint.path
-            if not (path / file.name).exists():
+            path = find_checkpoint(path, key="adapter_id")
+            if (path / MARKER).exists() and not (path / file.name).exists():
                 rule = "the checkpoint contains a full model, not adapters"
                 fix = "give it as --load_checkpoint"
                 raise UserError(rule, value=str(path), fix=fix)
-            tensors = read_checkpoint_weights(path, PART, numbers)
+            checkpoint = read_checkpoint(path, (PART,), checksums=numbers)
         except UserError as error:
             raise as_weights_error(error, where, "adapter_id") from error
+        tensors = checkpoint.tensors[PART].arrays()
         record = read_base(checkpoint)
         if base is not None:
             check_base(record, config, base)
@@ -323,17 +328,16 @@ def check_base(before: BaseRecord, config: Config, base: Mapping[str, ArrayOrLaz
 
 def _check_description(folder: Path, config: Config, where: str, key: str) -> None:
     """Checks that `adapter_config.json` agrees with `pet_config`."""
-    path = folder / CONFIG_FILE
     adapters = saved_settings(config.decoder).pet_config
 
     def problem(rule: str, fix: str) -> UserError:
         return UserError(rule, where=where, key=key, value=str(folder), fix=fix)
 
     try:
-        description: AdapterDescription = parse_json(read_saved(path), AdapterDescription, CONFIG_FILE)
+        description = _read_description(folder)
     except (OSError, JsonError) as error:
         fix = "name a folder with adapter_model.safetensors and its adapter_config.json"
-        raise problem(f"the folder of the adapters has no readable {CONFIG_FILE} ({error})", fix) from error
+        raise problem(f"the folder of the adapters has no readable {ADAPTER_CONFIG} ({error})", fix) from error
     others = description.model_extra or {}
     theirs = {
         "lora_rank": description.r,
@@ -345,11 +349,11 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     }
     initial = str(others.get("init_lora_weights", True)).lower()
     if initial.startswith(_CHANGES_BASE):
-        rule = f"{CONFIG_FILE} says init_lora_weights {initial}: such adapters are for a changed base model"
+        rule = f"{ADAPTER_CONFIG} says init_lora_weights {initial}: such adapters are for a changed base model"
         raise problem(rule, "save them in PEFT with path_initial_model_for_weight_conversion")
     for name, value in _SUPPORTED_VALUES.items():
         if name in others and others[name] != value and (others[name] or value):
-            rule = f"{CONFIG_FILE} says {name} {shorten_repr(others[name])}: such adapters are not supported"
+            rule = f"{ADAPTER_CONFIG} says {name} {shorten_repr(others[name])}: such adapters are not supported"
             raise problem(rule, "use plain LoRA")
     for name, value in theirs.items():
         ours = getattr(adapters, name)
@@ -367,10 +371,13 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
 def base_of_adapters(folder: Path) -> str:
     """Returns the base model that the adapter_config.json of a folder names; empty if it names none."""
     try:
-        description: AdapterDescription = parse_json(read_saved(folder / CONFIG_FILE), AdapterDescription, CONFIG_FILE)
+        return str((_read_description(folder).model_extra or {}).get("base_model_name_or_path") or "")
     except (OSError, JsonError):
         return ""
-    return str((description.model_extra or {}).get("base_model_name_or_path") or "")
+
+
+def _read_description(folder: Path) -> AdapterDescription:
+    return parse_json(read_saved(folder / ADAPTER_CONFIG), AdapterDescription, ADAPTER_CONFIG)
 
 
 def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:

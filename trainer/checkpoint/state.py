@@ -132,7 +132,7 @@ def save_stages(
         shapes = adapter_shapes(on_disk)
         weights = adapter_values.as_saved(weights, initial or {})
         shards = _file_shards(weights, shapes, lambda specs: _prefixed(specs, adapters.PREFIX))
-        documents[adapters.CONFIG_FILE] = adapters.adapter_config(on_disk, base["load_checkpoint"])
+        documents[adapters.ADAPTER_CONFIG] = adapters.adapter_config(on_disk, base["load_checkpoint"])
     tensors = {part: shards, OPTIMIZER: _file_shards(optimizer_state, optimizer_shapes(config), _prefixed)}
     if beside_training and saved.shares_memory:
         tensors = {name: _copy_arrays(one) for name, one in tensors.items()}

@@ -7,11 +7,11 @@ shapes, and every number. Only a run can check whether a checkpoint fits a model
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.checkpoint.adapters import CONFIG_FILE, PART, PREFIX
+from trainer.checkpoint.adapters import ADAPTER_CONFIG, PART, PREFIX
 from trainer.checkpoint.documents import AdapterDescription, read_run_state
 from trainer.checkpoint.store import (
     OPTIMIZER,
@@ -34,14 +34,29 @@ from trainer.storage.marker import MARKER
 
 
 class VerifyResult(NamedTuple):
-    """The result of checking one folder."""
+    """The result of checking one folder, which is damaged (`problem`), interrupted, or else intact.
+
+    Attributes:
+        problem: What is damaged; empty if nothing is.
+        note: What an intact folder contains, or why an interrupted one is no checkpoint.
+        is_interrupted: A kill or a failure has left the folder of a save or a removal, which runs ignore.
+    """
 
     path: Path
-    problem: str = ""  # what is wrong; empty if the folder is intact
-    note: str = ""  # what it contains
+    problem: str = ""
+    note: str = ""
     has_checksums: bool = True
     is_checkpoint: bool = True
-    is_interrupted: bool = False  # by a kill or a failure: runs ignore it
+    is_interrupted: bool = False
+
+    @property
+    def status(self) -> str:
+        """Returns ``damaged``, ``interrupted`` or ``ok``."""
+        if self.problem:
+            return "damaged"
+        if self.is_interrupted:
+            return "interrupted"
+        return "ok"
 
 
 def verify(path: Path) -> list[VerifyResult]:
@@ -72,19 +87,15 @@ def verify(path: Path) -> list[VerifyResult]:
 def result_lines(results: list[VerifyResult]) -> Iterator[str]:
     """Yields a line for each folder, and a summary line."""
     for one in results:
-        status = "ok"
-        if one.is_interrupted:
-            status = "interrupted"
-        elif one.problem:
-            status = "damaged"
         remark = ""
         if not one.has_checksums:
             remark = "; saved without checksums: only lengths were checked"
-        yield f"{status:<12}{one.path}: {one.problem or one.note}{remark}"
-    damaged = sum(bool(one.problem) for one in results)
-    text = f"{sum(not one.is_interrupted for one in results)} checked, {damaged or 'none'} damaged"
+        yield f"{one.status:<12}{one.path}: {one.problem or one.note}{remark}"
+    statuses = [one.status for one in results]
+    damaged = statuses.count("damaged")
+    text = f"{len(results) - statuses.count('interrupted')} checked, {damaged or 'none'} damaged"
     if damaged:
-        intact = {one.path for one in results if one.is_checkpoint and not one.problem and not one.is_interrupted}
+        intact = {one.path for one in results if one.is_checkpoint and one.status == "ok"}
         newest = list(_newest_of_each_folder(intact))
         if len(newest) == 1:
             text += f"; the newest intact checkpoint is {newest[0]}"
@@ -135,19 +146,16 @@ def _check(path: Path) -> VerifyResult:
             return VerifyResult(path, f"{error}; remove it, and the next run builds it again", is_checkpoint=False)
         note = f"{token_cache.meta.num_tokens:,} tokens of {token_cache.meta.source}"
         return VerifyResult(path, "", note, is_checkpoint=False)
-    was_complete = (path / MARKER).exists()
-    try:
-        result = None
-        if was_complete:
-            result = _check_complete(path)
-    except UserError as error:
-        result = VerifyResult(path, error.rule.removeprefix("the checkpoint is damaged: "))
-    except OSError as error:
-        result = VerifyResult(path, f"{error.filename} cannot be read ({error.strerror})")
-    if result is not None and (not result.problem or (path / MARKER).exists()):
-        return result
     why = "a save or a removal was interrupted"
-    if was_complete:
+    if (path / MARKER).exists():
+        try:
+            result = _check_complete(path)
+        except UserError as error:
+            result = VerifyResult(path, error.rule.removeprefix("the checkpoint is damaged: "))
+        except OSError as error:
+            result = VerifyResult(path, f"{error.filename or path} cannot be read ({error.strerror})")
+        if not result.problem or (path / MARKER).exists():
+            return result
         why = "it was removed meanwhile"
     return VerifyResult(path, "", f"it has no {MARKER} file: {why}", is_interrupted=True)
 
@@ -158,7 +166,7 @@ def _check_complete(path: Path) -> VerifyResult:
     step = read_run_state(checkpoint).position.step
     if problem := _description_problem(path) or _optimizer_problem(checkpoint):
         return VerifyResult(path, problem)
-    if wrong := list(_not_finite(checkpoint.tensors.values())):
+    if wrong := [name for arrays in checkpoint.tensors.values() for name in arrays if not is_finite(arrays[name])]:
         return VerifyResult(path, f"{first_of(wrong)} has NaN or infinity")
     files = [each for each in path.iterdir() if each.is_file()]
     size = sum(each.stat().st_size for each in files)
@@ -168,10 +176,10 @@ def _check_complete(path: Path) -> VerifyResult:
 def _description_problem(path: Path) -> str:
     """Returns what is wrong with adapter_config.json; empty if it is right, or there are no adapters."""
     try:
-        parse_json(read_bytes(path / CONFIG_FILE), AdapterDescription, CONFIG_FILE)
+        parse_json(read_bytes(path / ADAPTER_CONFIG), AdapterDescription, ADAPTER_CONFIG)
     except FileNotFoundError:
         if (path / f"{PART}.safetensors").exists():
-            return f"{CONFIG_FILE} is missing"
+            return f"{ADAPTER_CONFIG} is missing"
         return ""
     except JsonError as error:
         return str(error)
@@ -196,8 +204,3 @@ def _optimizer_problem(checkpoint: Checkpoint) -> str:
         if shape not in (expected, (math.prod(expected),)):  # what ranks have shared is flat
             return f"the optimizer's state has {name} of shape {list(shape)}, and the weight has {list(expected)}"
     return ""
-
-
-def _not_finite(parts: Iterable) -> Iterator[str]:
-    for arrays in parts:
-        yield from (name for name in arrays if not is_finite(arrays[name]))

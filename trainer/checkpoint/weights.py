@@ -330,7 +330,7 @@ def read_weights(
             rule = "the checkpoint contains adapters, not the weights of a model"
             fix = "give it as --adapter_id, and their base as --load_checkpoint"
             raise UserError(rule, value=str(checkpoint), fix=fix)
-        return read_checkpoint_weights(checkpoint, "model", numbers, world)
+        return read_checkpoint(checkpoint, ("model",), checksums=numbers, world=world).tensors["model"].arrays()
     except UserError as error:
         raise as_weights_error(error, where, "load_checkpoint") from error
 
@@ -351,13 +351,6 @@ def _weight_files(path: Path, where: str) -> list[Path]:
         fix = "copy the complete folder"
         raise UserError(rule, where=where, key="load_checkpoint", value=str(path), fix=fix) from None
     return [path / name for name in sorted(set(index.weight_map.values()))]
-
-
-def read_checkpoint_weights(
-    path: Path, part: str, numbers: bool, world: World = SINGLE_PROCESS
-) -> dict[str, LazyArray]:
-    """Opens the weights of a complete checkpoint of this trainer; for `numbers` and `world` see `read_weights`."""
-    return read_checkpoint(path, (part,), checksums=numbers, world=world).tensors[part].arrays()
 
 
 def check_weights(

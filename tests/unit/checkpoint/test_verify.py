@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data_helpers import cache_of, jsonl, source_of
-from mutations import mutate, mutated_text
 
 from trainer.checkpoint import store
 from trainer.checkpoint import verify as verify_module
@@ -20,7 +18,6 @@ from trainer.checkpoint.verify import verify
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
 from trainer.data.tokens.cache import find_token_file
-from trainer.data.tokens.token_file import open_token_file
 from trainer.data.tokens.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 from trainer.storage.checksums import checksum_of_file
@@ -199,69 +196,6 @@ def test_a_token_cache(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (path / "tokens.bin").write_bytes(content)
     code, printed = command(capsys, path)
     assert code == 1 and "tokens.bin differs from what was written, from byte 65,536 on; remove it" in printed
-
-
-# ---- a thousand mutations --------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("name", ["state.json", "COMPLETE"])
-def test_mutations_of_a_checkpoint_are_named(tmp_path: Path, name: str) -> None:
-    path, draw, found = save(tmp_path), random.Random(3), 0
-    whole = (path / name).read_text()
-    for number in range(300):
-        changed = mutate(draw, json.loads(whole), ["step", "model"]) if number % 2 else None
-        if number % 2 and name == "COMPLETE" and isinstance(changed, dict):
-            changed.pop("checksum", None)
-            try:
-                content = marker_content(changed) if number % 4 == 1 else json.dumps(changed).encode()
-            except UnicodeEncodeError:
-                continue
-        else:
-            content = json.dumps(changed).encode() if number % 2 else mutated_text(draw, whole)
-        (path / name).write_bytes(content)
-        if name == "state.json":
-            mark_again(path)
-        (finding,) = verify(path)  # no traceback
-        found += bool(finding.problem)
-        # Named: the file, or the files that the marker speaks of.
-        assert not finding.problem or ".json" in finding.problem or "COMPLETE" in finding.problem or (
-            ".safetensors" in finding.problem or "is missing" in finding.problem or "holds" in finding.problem
-        ), finding.problem
-        assert len(finding.problem) < 1000
-        (path / name).write_text(whole)
-        if name == "state.json":
-            mark_again(path)
-    assert found > 230, found
-    assert not verify(path)[0].problem
-
-
-def test_mutations_of_a_token_file_are_damage(tmp_path: Path) -> None:
-    source = source_of(tmp_path, jsonl(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}), "JsonlDataset")
-    path, draw = find_token_file(source, ByteTokenizer(), cache_of(tmp_path)).path, random.Random(4)
-    whole = (path / "meta.json").read_text()
-    meta = json.loads(whole)
-    for number in range(300):
-        changed = mutate(draw, meta, ["mask.bin", "checksums"])
-        content = json.dumps(changed).encode() if number % 2 else mutated_text(draw, whole)
-        (path / "meta.json").write_bytes(content)
-        opened = open_token_file(path)  # no traceback
-        if opened is not None:  # what was changed is whether there are checksums
-            assert opened.meta.checksums is None or opened.meta.model_dump() == meta
-    (path / "meta.json").write_text(whole)
-    assert open_token_file(path) is not None
-
-
-def test_mutations_of_adapter_config_json_name_file_and_field() -> None:
-    whole, draw = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}, random.Random(5)
-    refused = 0
-    for number in range(300):
-        text = json.dumps(whole)
-        content = json.dumps(mutate(draw, whole, ["r"])).encode() if number % 2 else mutated_text(draw, text)
-        try:
-            parse_json(content, AdapterDescription, "adapter_config.json")
-        except JsonError as error:
-            refused += 1
-            assert str(error).startswith("adapter_config.json") and len(str(error)) < 500
-    assert refused > 150
 
 
 def test_folders_that_are_files_and_files_that_are_folders(tmp_path: Path) -> None:
