@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,14 +87,18 @@ def shard_name(part: str, rank: int, ranks: int) -> str:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Returns the complete checkpoints of ``folder``, the one saved last at the end; empty if it is missing."""
-    markers = ((path, read_marker(path)) for path in step_folders(folder))
-    return [path for _, path in sorted((marker.save_number, path) for path, marker in markers if marker is not None)]
+    return [path for path, _ in read_markers(step_folders(folder))]
 
 
-def newest_complete(folder: Path, without: Container[Path] = ()) -> Path | None:
+def read_markers(folders: Iterable[Path]) -> list[tuple[Path, Marker]]:
+    """Returns those of some folders that are complete checkpoints, with their markers, in the order of their saves."""
+    markers = [(path, marker) for path in folders if (marker := read_marker(path)) is not None]
+    return sorted(markers, key=lambda each: (each[1].save_number, each[0]))
+
+
+def newest_complete(folder: Path) -> Path | None:
     """Returns the complete checkpoint of ``folder`` that was saved last, or None."""
-    newest_first = reversed(complete_checkpoints(folder))
-    return next((path for path in newest_first if path not in without), None)
+    return next(reversed(complete_checkpoints(folder)), None)
 
 
 def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
@@ -112,7 +116,7 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
         path = resolve_best_link(path)
         if not path.exists():
             raise UserError("there is no such checkpoint", key=key, value=str(path), fix="check the path")
-        if _STEP_FOLDER.fullmatch(path.name) or (path / STATE).exists():
+        if is_step_folder(path) or (path / STATE).exists():
             return path
         newest = _newest_readable(path) or _newest_readable(path / "checkpoints")
     except OSError as error:
@@ -128,9 +132,10 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
         raise UserError(f"is {kind}, not a checkpoint", key=key, value=str(path), fix=fix)
     rule = "the folder holds no complete checkpoint"
     fix = "name a folder such as output/checkpoints/step-00000100"
-    for renamed, marker in (*_renamed(path), *_renamed(path / "checkpoints")):
-        rule = f"{rule} under the name of its step, but {renamed}"
-        raise UserError(rule, key=key, value=str(path), fix=f"rename it to {step_folder_name(marker.step)}, or name it")
+    if renamed := [*_renamed(path / "checkpoints"), *_renamed(path)]:
+        newest, marker = renamed[-1]
+        rule = f"{rule} under the name of its step, but {newest}"
+        fix = f"rename it to {step_folder_name(marker.step)}, or name it"
     raise UserError(rule, key=key, value=str(path), fix=fix)
 
 
@@ -161,10 +166,10 @@ def renamed_checkpoint_notes(checkpoint: Path) -> list[str]:
 def _renamed(folder: Path) -> list[tuple[Path, Marker]]:
     """Returns the complete checkpoints in a folder that have other names than a step's, with their markers."""
     try:
-        paths = sorted(path for path in folder.iterdir() if not is_step_folder(path) and not path.is_symlink())
+        paths = [path for path in folder.iterdir() if not is_step_folder(path) and not path.is_symlink()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [(path, marker) for path in paths if (marker := read_marker(path)) is not None]
+    return read_markers(sorted(paths))
 
 
 def resolve_best_link(path: Path) -> Path:
@@ -252,12 +257,10 @@ def check_checkpoint(path: Path) -> Checkpoint:
     Raises:
         UserError: It is incomplete or damaged.
     """
+    checkpoint = read_checkpoint(path)
     marker = _complete_marker(path)
-    parts = _files_of_parts(path, marker)
-    checkpoint = read_checkpoint(path, parts)
-    read = {STATE, *(name for names in parts.values() for name in names)}
     for name in marker.file_bytes:
-        if name not in read:
+        if name != STATE and not name.endswith(ENDING):
             _check_file(path, name, marker)
     return checkpoint
 
@@ -438,12 +441,12 @@ def fallback_fix(path: Path) -> str:
     For a run that only loads weights, `as_weights_error` changes the flag in it.
     """
     marker = read_marker(path)
-    others = [(read_marker(other), other) for other in complete_checkpoints(path.parent) if other != path]
-    if older := [other for its, other in others if its and marker and its.save_number < marker.save_number]:
+    others = [(other, its) for other, its in read_markers(step_folders(path.parent)) if other != path]
+    if older := [other for other, its in others if marker is not None and its.save_number < marker.save_number]:
         return f"use {older[-1]}, the one saved before it (--resume_training {older[-1].name})"
     if not others:
         return "use another checkpoint or start a new run"
-    newest = others[-1][1]
+    newest, _ = others[-1]
     if marker is None and (path / MARKER).exists():
         return f"use {newest}, the newest intact one (--resume_training {newest.name}), or remove the damaged folder"
     return f"use {newest}"

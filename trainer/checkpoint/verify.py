@@ -18,11 +18,10 @@ from trainer.checkpoint.store import (
     STATE,
     Checkpoint,
     check_checkpoint,
+    complete_checkpoints,
     first_of,
     is_step_folder,
-    newest_complete,
     resolve_best_link,
-    step_folders,
 )
 from trainer.checkpoint.weights import is_finite
 from trainer.data.tokens.token_file import DamagedTokenFile, checked_token_file, is_token_file
@@ -107,10 +106,7 @@ def result_lines(results: list[VerifyResult]) -> Iterator[str]:
 def _newest_of_each_folder(intact: set[Path]) -> Iterator[Path]:
     """Yields the checkpoint that was saved last in each folder of checkpoints that has an intact one."""
     for folder in sorted({path.parent for path in intact}):
-        others = {path for path in step_folders(folder) if path not in intact}
-        newest = newest_complete(folder, without=others)
-        if newest is not None:
-            yield newest
+        yield from [path for path in complete_checkpoints(folder) if path in intact][-1:]
 
 
 def _folders(path: Path) -> Iterator[Path]:

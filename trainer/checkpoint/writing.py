@@ -335,10 +335,7 @@ def _read_back(path: Path) -> _Written:
 def _move_in_place(unfinished: Path, path: Path, step: int, written: Mapping[str, _Written], stage: OnStage) -> None:
     """Renames the temporary folder and marks it complete."""
     folder = path.parent
-    newest = store.newest_complete(folder)
-    newest_marker = None
-    if newest:
-        newest_marker = store.read_marker(newest)
+    earlier = store.read_markers(store.step_folders(folder))
     if os.path.lexists(path):  # saved before: the older save stays complete under another name until the end
         path.rename(path.with_name(path.name + REPLACED))
         stage("moved older save away")
@@ -347,7 +344,7 @@ def _move_in_place(unfinished: Path, path: Path, step: int, written: Mapping[str
     stage("renamed")
     marker = {
         "step": step,
-        "save_number": newest_marker.save_number + 1 if newest_marker else 1,
+        "save_number": 1 + max((marker.save_number for _, marker in earlier), default=0),
         "file_bytes": {name: file.nbytes for name, file in written.items()},
         "checksums": {name: file.checksum for name, file in written.items()},
     }
