@@ -60,7 +60,7 @@ def adapted(case: AdapterCase, folder: Path) -> Adapted:
     model = load_model_case(case.model)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(case.adapter_config))
     config = config_of(model={**model_settings(model.config), "pet_config": pet_config(case)})
-    adapters = fitting_adapters(case.adapters, config, folder, "test").read()
+    adapters = fitting_adapters(case.adapters, config, folder).read()
     return Adapted(config.decoder, join_weights(config, dict(model.weights), adapters))
 
 
@@ -97,10 +97,10 @@ def test_the_embedding_that_peft_saves_must_be_the_base_model_s(tmp_path: Path) 
     case = load_adapter_case("adapter_vocabulary")
     mine = adapted(case, tmp_path)
     config = config_of(model={**model_settings(load_model_case(case.model).config), "pet_config": pet_config(case)})
-    fitting_adapters(case.adapters, config, tmp_path, "test", base=mine.weights)
+    fitting_adapters(case.adapters, config, tmp_path, base=mine.weights)
     changed = mine.weights | {"model.embed_tokens.weight": mine.weights["model.embed_tokens.weight"] + 1}
     with pytest.raises(UserError, match="has another model.embed_tokens.weight than the base model"):
-        fitting_adapters(case.adapters, config, tmp_path, "test", base=changed)
+        fitting_adapters(case.adapters, config, tmp_path, base=changed)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if load_adapter_case(name).start])
@@ -187,5 +187,5 @@ def test_a_folder_that_does_not_fit_is_refused(
     model = model_settings(load_model_case(case.model).config)
     config = config_of(model={**model, "pet_config": pet_config(case, **changes)})
     with pytest.raises(UserError) as caught:
-        fitting_adapters(case.adapters, config, tmp_path, "test")
+        fitting_adapters(case.adapters, config, tmp_path)
     assert rule in str(caught.value) and fix in str(caught.value)

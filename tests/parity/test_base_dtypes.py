@@ -90,7 +90,7 @@ def test_logits_and_gradients_are_those_of_peft_on_bitsandbytes(tmp_path: Path) 
            "target_modules": "|".join(case.settings["target_modules"])}  # fmt: skip
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     config = config_of(model={**model_settings(model.config | sizes), "pet_config": pet})
-    weights: dict[str, Any] = dict(fitting_adapters(case.adapters, config, tmp_path, "test").read())
+    weights: dict[str, Any] = dict(fitting_adapters(case.adapters, config, tmp_path).read())
     for name, shape in parameter_shapes(config.decoder).items():
         matrix = name.removesuffix(".weight")
         held = case.stored.get(f"other.{name}")

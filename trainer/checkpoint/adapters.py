@@ -23,7 +23,7 @@ from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_ba
 from trainer.checkpoint.store import (
     OPTIMIZER,
     STATE,
-    as_weights_error,
+    errors_at,
     find_checkpoint,
     read_checkpoint,
     read_safetensors,
@@ -67,6 +67,7 @@ PREFIX = "base_model.model."
 PART = "adapter_model"
 ADAPTER_CONFIG = "adapter_config.json"
 
+_KEY = "adapter_id"
 _ADAPTER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(?:lora_[AB]\.weight|lora_magnitude_vector)")
 
 Weights = dict[str, np.ndarray]
@@ -120,19 +121,17 @@ def _open_averages(config: Config, names: Collection[str], world: World) -> Chec
     prefix = f"{EMA}."
     stored: dict[str, LazyArray] = {}
     checkpoint = path
-    if path.is_dir():
-        try:
-            checkpoint = find_checkpoint(path, key=key)
+    with errors_at(where, key):
+        if path.is_dir():
+            checkpoint = find_checkpoint(path)
             tensors = read_checkpoint(checkpoint, (OPTIMIZER,), world=world).tensors[OPTIMIZER]
-        except UserError as error:
-            raise as_weights_error(error, where, key) from error
-        stored = {name[len(prefix) :]: array for name, array in tensors.arrays().items() if name.startswith(prefix)}
-    if not stored:
-        rule = "there are no moving averages of weights, which use_ema asks for"
-        fix = "name a checkpoint of a training with optimizer.ema_decay, or leave use_ema out"
-        raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
-    shapes = {name: shape for name, shape in all_shapes(config.network).items() if name in stored}
-    check_weights(stored, shapes, checkpoint, where, key=key)
+            stored = {name[len(prefix) :]: array for name, array in tensors.arrays().items() if name.startswith(prefix)}
+        if not stored:
+            rule = "there are no moving averages of weights, which use_ema asks for"
+            fix = "name a checkpoint of a training with optimizer.ema_decay, or leave use_ema out"
+            raise UserError(rule, value=str(path), fix=fix)
+        shapes = {name: shape for name, shape in all_shapes(config.network).items() if name in stored}
+        check_weights(stored, shapes, checkpoint)
     arrays: dict[str, ArrayOrLazyArray] = {name: array for name, array in stored.items() if name in names}
     return CheckedWeights(arrays, arrays, checkpoint, where, key)
 
@@ -195,7 +194,7 @@ def _from_seed(config: Config, adapters: bool) -> CheckedWeights:
     specs = parameter_specs(config.decoder).values()
     parameters = [each for each in specs if (each.role == "adapter") == adapters]
     arrays: dict[str, ArrayOrLazyArray] = {**from_seed(parameters, config.decoder, config.seed)}
-    return CheckedWeights(arrays, {}, Path(), "", "")
+    return CheckedWeights(arrays, {}, Path())
 
 
 def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: ShardSpecs | None = None) -> dict[str, Any]:
@@ -233,50 +232,50 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, ArrayOrLazyArra
     Raises:
         UserError: There are no adapters, or they do not fit `pet_config` or `base`.
     """
-    where = config.source.where("adapter_id")
+    where = config.source.where(_KEY)
+    with errors_at(where, _KEY):
+        path, tensors, record = _open_adapters(path, numbers=base is not None)
+    if record is not None and base is not None:
+        check_base(record, config, base)
+    with errors_at(where, _KEY):
+        return fitting_adapters(tensors, config, path, base)._replace(where=where, key=_KEY)
+
+
+def _open_adapters(path: Path, numbers: bool) -> tuple[Path, dict[str, LazyArray], BaseRecord | None]:
+    """Opens the tensors of adapters; returns them with their folder, and the record of their base model if it has one.
+    """
     file = path / f"{PART}.safetensors"
-    numbers = base is not None
     if file.exists() and not (path / MARKER).exists() and not (path / STATE).exists():
-        tensors = read_safetensors(file, where, "adapter_id", numbers=numbers)
-    else:
-        try:
-            path = find_checkpoint(path, key="adapter_id")
-            if (path / MARKER).exists() and not (path / file.name).exists():
-                rule = "the checkpoint contains a full model, not adapters"
-                fix = "give it as --load_checkpoint"
-                raise UserError(rule, value=str(path), fix=fix)
-            checkpoint = read_checkpoint(path, (PART,), checksums=numbers)
-        except UserError as error:
-            raise as_weights_error(error, where, "adapter_id") from error
-        tensors = checkpoint.tensors[PART].arrays()
-        record = read_base(checkpoint)
-        if base is not None:
-            check_base(record, config, base)
-    return fitting_adapters(tensors, config, path, where, base=base)
+        return path, read_safetensors(file, numbers=numbers), None
+    path = find_checkpoint(path)
+    if (path / MARKER).exists() and not (path / file.name).exists():
+        rule = "the checkpoint contains a full model, not adapters"
+        raise UserError(rule, value=str(path), fix="give it as --load_checkpoint")
+    checkpoint = read_checkpoint(path, (PART,), checksums=numbers)
+    return path, checkpoint.tensors[PART].arrays(), read_base(checkpoint)
 
 
 def fitting_adapters(
-    tensors: Mapping[str, ArrayOrLazyArray], config: Config, path: Path, where: str, key: str = "adapter_id",
+    tensors: Mapping[str, ArrayOrLazyArray], config: Config, path: Path,
     base: Mapping[str, ArrayOrLazyArray] | None = None,
 ) -> CheckedWeights:  # fmt: skip
     """Checks the adapters of a folder; raises a UserError if they do not fit `pet_config`, or the base model `base`."""
-    _check_description(path, config, where, key)
+    _check_description(path, config)
     adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
     if vocabulary_adapters(config.decoder):
-        _drop_base_layers(adapters, base, path, where, key)
+        _drop_base_layers(adapters, base, path)
     shapes = adapter_shapes(saved_settings(config.decoder))
     fix = ""
     if adapters.keys() != shapes.keys():
         fix = _fix_for_targets(adapters, config.decoder)
-    check_weights(adapters, shapes, path, where, key=key, fix=fix)
+    check_weights(adapters, shapes, path, fix=fix)
     arrays = {name: adapters[name] for name in shapes}
-    return CheckedWeights(arrays, arrays, path, where, key)
+    return CheckedWeights(arrays, arrays, path)
 
 
 def _drop_base_layers(
-    adapters: dict[str, ArrayOrLazyArray], base: Mapping[str, ArrayOrLazyArray] | None, path: Path, where: str,
-    key: str,
-) -> None:  # fmt: skip
+    adapters: dict[str, ArrayOrLazyArray], base: Mapping[str, ArrayOrLazyArray] | None, path: Path
+) -> None:
     """Removes the embedding and the head, which PEFT saves beside their adapters.
 
     Raises a UserError if they are not those of the base model.
@@ -289,7 +288,7 @@ def _drop_base_layers(
             continue
         if not np.array_equal(saved, base[matrix]):
             rule = f"the folder has another {matrix} than the base model, which adapters cannot replace"
-            raise UserError(rule, where=where, key=key, value=str(path), fix="merge them into a model with PEFT")
+            raise UserError(rule, value=str(path), fix="merge them into a model with PEFT")
 
 
 def _fix_for_targets(names: Iterable[str], settings: ModelConfig) -> str:
@@ -326,12 +325,12 @@ def check_base(before: BaseRecord, config: Config, base: Mapping[str, ArrayOrLaz
     raise UserError(rule, where=where, key="load_checkpoint", value=config.load_checkpoint, fix=fix)
 
 
-def _check_description(folder: Path, config: Config, where: str, key: str) -> None:
+def _check_description(folder: Path, config: Config) -> None:
     """Checks that `adapter_config.json` agrees with `pet_config`."""
     adapters = saved_settings(config.decoder).pet_config
 
     def problem(rule: str, fix: str) -> UserError:
-        return UserError(rule, where=where, key=key, value=str(folder), fix=fix)
+        return UserError(rule, value=str(folder), fix=fix)
 
     try:
         description = _read_description(folder)

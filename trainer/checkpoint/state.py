@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from trainer.checkpoint.store import (
     OPTIMIZER,
     Checkpoint,
     damaged_checkpoint,
+    errors_at,
     find_checkpoint,
     first_of,
     read_checkpoint,
@@ -215,7 +215,8 @@ def checkpoint_to_resume(config: Config) -> Path:
     """
     where = config.source.where(_KEY)
     folder = _resume_folder(config)
-    source = find_source(folder, where, _KEY)
+    with errors_at(where, _KEY):
+        source = find_source(folder)
     if source is not None:
         if reason := _hindrance(config):
             rule = f"is a checkpoint of MindSpore Transformers ({source.name}); this run cannot continue it: {reason}"
@@ -233,10 +234,8 @@ def checkpoint_to_resume(config: Config) -> Path:
         rule = f"there is nothing to resume: {folder} does not exist"
         fix = "give the output_dir of the run to continue, or leave out --resume_training"
         raise UserError(rule, where=where, key=_KEY, value=True, fix=fix)
-    try:
-        return find_checkpoint(folder, key=_KEY)
-    except UserError as error:
-        raise error.with_location(where, _KEY) from error
+    with errors_at(where, _KEY):
+        return find_checkpoint(folder)
 
 
 def _hindrance(config: Config) -> str:
@@ -260,17 +259,6 @@ def _resume_folder(config: Config) -> Path:
     return Path(path or Path(config.output_dir) / "checkpoints").expanduser()
 
 
-@contextmanager
-def errors_at_key(config: Config) -> Iterator[None]:
-    """Gives errors without a place that of `resume_training` in the configuration."""
-    try:
-        yield
-    except UserError as error:
-        if error.where:
-            raise
-        raise error.with_location(config.source.where(_KEY), _KEY) from error
-
-
 def read_resumed_checkpoint(
     path: Path, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None = None,
     world: World = SINGLE_PROCESS,
@@ -285,7 +273,7 @@ def read_resumed_checkpoint(
     Raises:
         UserError: It is incomplete or damaged, or does not fit the model, the optimizer or the data.
     """
-    with errors_at_key(config):
+    with errors_at(config.source.where(_KEY), _KEY):
         return _resumed(read_checkpoint(path, world=world), config, layout, parts, world)
 
 
@@ -411,12 +399,11 @@ def _weights_of(
 ) -> dict[str, np.ndarray]:
     """Reads all parameters of the run: the checkpoint's, or its adapters and the base model's."""
     tensors = checkpoint.tensors[_part(config)].arrays()
-    where = config.source.where(_KEY)
     if not config.has_adapters:
-        return fitting_weights(tensors, config.network, checkpoint.path, where, _KEY, parts)
+        return fitting_weights(tensors, config.network, checkpoint.path, parts)
     weights, compared = adapters.read_base_weights(config, parts, world)
     adapters.check_base(read_base(checkpoint), config, compared)
-    trained = adapters.fitting_adapters(tensors, config, checkpoint.path, where, _KEY).read(parts)
+    trained = adapters.fitting_adapters(tensors, config, checkpoint.path).read(parts)
     return adapters.join_weights(config, weights, trained)
 
 

@@ -17,6 +17,7 @@ had reached step 500 is resumed from step 100, its newest checkpoint is step 150
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -53,6 +54,8 @@ INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", BFLOAT16)
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 _OFFERED = re.compile(r"use (.+?), (the [^,()]+) \(--resume_training [^)]+\)")
+_GENERAL_KEYS = ("", "checkpoint", "load_checkpoint")
+"""The keys of errors whose readers do not know which setting names the file."""
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
 
@@ -101,13 +104,12 @@ def newest_complete(folder: Path) -> Path | None:
     return next(reversed(complete_checkpoints(folder)), None)
 
 
-def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
+def find_checkpoint(path: Path) -> Path:
     """Finds the checkpoint that ``path`` names.
 
     Args:
         path: A checkpoint, ``checkpoints/best``, a folder of checkpoints, or the output folder that has them in
             ``checkpoints``; of several, the one saved last.
-        key: The setting that ``path`` comes from, for messages.
 
     Raises:
         UserError: There is none. (Whether a named checkpoint is complete is checked when it is read.)
@@ -115,12 +117,12 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
     try:
         path = resolve_best_link(path)
         if not path.exists():
-            raise UserError("there is no such checkpoint", key=key, value=str(path), fix="check the path")
+            raise UserError("there is no such checkpoint", key="checkpoint", value=str(path), fix="check the path")
         if is_step_folder(path) or (path / STATE).exists():
             return path
         newest = _newest_readable(path) or _newest_readable(path / "checkpoints")
     except OSError as error:
-        raise UserError(f"checkpoints cannot be read there: {error.strerror}", key=key, value=str(path),
+        raise UserError(f"checkpoints cannot be read there: {error.strerror}", key="checkpoint", value=str(path),
                         fix="make the folder readable") from error
     if newest is not None:
         return newest
@@ -129,14 +131,14 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
         if path.is_file():
             kind = "a file"
         fix = "name a .safetensors file, or a folder such as output/checkpoints/step-00000100"
-        raise UserError(f"is {kind}, not a checkpoint", key=key, value=str(path), fix=fix)
+        raise UserError(f"is {kind}, not a checkpoint", key="checkpoint", value=str(path), fix=fix)
     rule = "the folder holds no complete checkpoint"
     fix = "name a folder such as output/checkpoints/step-00000100"
     if renamed := [*_renamed(path / "checkpoints"), *_renamed(path)]:
         newest, marker = renamed[-1]
         rule = f"{rule} under the name of its step, but {newest}"
         fix = f"rename it to {step_folder_name(marker.step)}, or name it"
-    raise UserError(rule, key=key, value=str(path), fix=fix)
+    raise UserError(rule, key="checkpoint", value=str(path), fix=fix)
 
 
 def _newest_readable(folder: Path) -> Path | None:
@@ -438,7 +440,7 @@ def damaged_checkpoint(path: Path, what: str) -> UserError:
 def fallback_fix(path: Path) -> str:
     """Returns a fix that names the complete checkpoint saved before this one, or else the one saved last.
 
-    For a run that only loads weights, `as_weights_error` changes the flag in it.
+    For a run that only loads weights, `errors_at` changes the flag in it.
     """
     marker = read_marker(path)
     others = [(other, its) for other, its in read_markers(step_folders(path.parent)) if other != path]
@@ -452,10 +454,26 @@ def fallback_fix(path: Path) -> str:
     return f"use {newest}"
 
 
-def as_weights_error(error: UserError, where: str, key: str) -> UserError:
-    """Rewrites an error about a checkpoint for a run that loads its weights by `key`: the fix names that flag."""
-    fix = _OFFERED.sub(rf"use --{key} \1, \2", error.fix)
-    return UserError(error.rule, where=where, key=key, value=error.value, fix=fix)
+@contextlib.contextmanager
+def errors_at(where: str, key: str) -> Iterator[None]:
+    """Gives errors about a checkpoint or weights the location and key of the setting that names it, if they have none.
+
+    A fix that names another checkpoint names it with the flag of this key; an empty key is an argument without one.
+    """
+    try:
+        yield
+    except UserError as error:
+        if error.where or not (where or key):
+            raise
+        flag = ""
+        if key:
+            flag = f"--{key} "
+        fix = error.fix
+        if key != "resume_training":
+            fix = _OFFERED.sub(rf"use {flag}\1, \2", fix)
+        if error.key not in _GENERAL_KEYS:
+            key = error.key
+        raise error.with_location(where, key).replace_texts(error.rule, fix) from error
 
 
 def first_of(names: list[str]) -> str:
@@ -466,9 +484,8 @@ def first_of(names: list[str]) -> str:
 
 
 def read_safetensors(
-    file: Path, where: str, key: str = "load_checkpoint", *, numbers: bool = True, world: World = SINGLE_PROCESS,
-    leave_out: Callable[[str], bool] | None = None,
-) -> dict[str, LazyArray]:  # fmt: skip
+    file: Path, *, numbers: bool = True, world: World = SINGLE_PROCESS, leave_out: Callable[[str], bool] | None = None
+) -> dict[str, LazyArray]:
     """Opens the arrays of a file by name, except those to leave out.
 
     For `numbers` and `world` see `trainer.checkpoint.weights.read_weights`.
@@ -480,7 +497,7 @@ def read_safetensors(
     def unreadable(error: Exception) -> UserError:
         fix = "name a checkpoint folder or a complete .safetensors file"
         rule = f"not a readable safetensors file ({getattr(error, 'strerror', None) or error})"
-        return UserError(rule, where=where, key=key, value=str(file), fix=fix)
+        return UserError(rule, value=str(file), fix=fix)
 
     try:
         if numbers:
@@ -495,7 +512,7 @@ def read_safetensors(
     ]  # fmt: skip
     if other:
         rule = f"weights must be floating-point numbers of 16 to 64 bits; {first_of(other)}"
-        raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
+        raise UserError(rule, value=str(file), fix="use a checkpoint that is not quantized")
 
     def read(name: str, part: ShardSpec) -> np.ndarray:
         """Reads a shard of a tensor as float32; raises UserError if the file cannot be read."""

@@ -3,7 +3,6 @@ MindSpore."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from trainer.checkpoint.mindformers.names import SourceTensor, convert_weights, 
 from trainer.checkpoint.store import (
     ENDING,
     INDEX,
-    as_weights_error,
+    errors_at,
     fallback_fix,
     find_checkpoint,
     first_of,
@@ -55,6 +54,7 @@ _OF_MODULES = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
 """Ends of the names that only multi-token prediction (MTP) modules have."""
 # Tables that older Hugging Face files contain; here they are computed from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
+_KEY = "load_checkpoint"
 _TEACHER = "loss.teacher"
 _OTHER_MODULES = "model.mtp_"
 """How names in MTP modules of ERNIE 4.5 begin, which are not those of DeepSeek-V3."""
@@ -77,12 +77,15 @@ def open_initial_weights(
     """
     if not config.load_checkpoint:
         return None
-    checked, absent, biases = _fitting_model(config, note, new_modules=new_modules, world=world)
+    where = config.source.where(_KEY)
+    with errors_at(where, _KEY):
+        checked, absent, biases = _fitting_model(config, note, new_modules=new_modules, world=world)
     names = biases
     if new_modules:
         names = absent
     new = [parameter for name, parameter in parameter_specs(config.network).items() if name in names]
-    return checked._replace(arrays={**checked.arrays, **from_seed(new, config.decoder, config.seed)})
+    arrays = {**checked.arrays, **from_seed(new, config.decoder, config.seed)}
+    return checked._replace(arrays=arrays, where=where, key=_KEY)
 
 
 def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: int) -> dict[str, LazyArray]:
@@ -94,14 +97,15 @@ def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: 
 def check_files(config: Config) -> None:
     """Raises the UserError of `open_initial_weights` without reading numbers: files, names, dtypes and shapes alone."""
     if config.load_checkpoint:
-        _fitting_model(config, numbers=False)
+        with errors_at(config.source.where(_KEY), _KEY):
+            _fitting_model(config, numbers=False)
 
 
 def check_teacher_files(config: Config) -> None:
     """Raises the UserError of `open_teacher_weights` without reading numbers: files, names, dtypes and shapes alone."""
     teacher = teacher_run(config)
     if teacher is not None:
-        with _naming_teacher(config):
+        with errors_at(config.source.where(_TEACHER), _TEACHER):
             check_files(teacher)
 
 
@@ -113,19 +117,11 @@ def open_teacher_weights(config: Config, world: World = SINGLE_PROCESS) -> Check
     """
     teacher = teacher_run(config)
     assert teacher is not None, "only a distillation has a teacher"
-    with _naming_teacher(config):
+    where = config.source.where(_TEACHER)
+    with errors_at(where, _TEACHER):
         checked = open_initial_weights(teacher, world=world)
     assert checked is not None, "a teacher has a folder"
-    return checked._replace(where=config.source.where(_TEACHER), key=_TEACHER)
-
-
-@contextlib.contextmanager
-def _naming_teacher(config: Config) -> Iterator[None]:
-    """Gives errors the key of the teacher's folder."""
-    try:
-        yield
-    except UserError as error:
-        raise error.with_location(config.source.where(_TEACHER), _TEACHER) from error
+    return checked._replace(where=where, key=_TEACHER)
 
 
 class CheckedWeights(NamedTuple):
@@ -134,14 +130,15 @@ class CheckedWeights(NamedTuple):
     Attributes:
         arrays: The parameters by name.
         tensors: The tensors of the file by name.
-        path, where, key: Used in messages.
+        path: The file or folder, for messages.
+        where, key: The setting that names it, if the caller of `read` does not add them to errors.
     """
 
     arrays: dict[str, ArrayOrLazyArray]
     tensors: Mapping[str, ArrayOrLazyArray]
     path: Path
-    where: str
-    key: str
+    where: str = ""
+    key: str = ""
 
     def read(
         self, parts: ShardSpecs | None = None, dtypes: Mapping[str, BaseDtype] = MappingProxyType({})
@@ -163,10 +160,11 @@ class CheckedWeights(NamedTuple):
         """Yields what `read` returns, each parameter when it is needed; raises its errors."""
         for name, array in self.arrays.items():
             if parts is None or name in parts:
-                shard = read_shard(array, None if parts is None else parts[name])
-                numbers: Any = np.ascontiguousarray(shard, np.float32)
-                if not is_finite(numbers):
-                    raise self._not_finite()
+                with errors_at(self.where, self.key):
+                    shard = read_shard(array, None if parts is None else parts[name])
+                    numbers: Any = np.ascontiguousarray(shard, np.float32)
+                    if not is_finite(numbers):
+                        raise self._not_finite()
                 if name in dtypes:
                     numbers = quantize(numbers, dtypes[name])
                 yield name, numbers
@@ -178,7 +176,7 @@ class CheckedWeights(NamedTuple):
         fix = "use another checkpoint"
         if (self.path / MARKER).exists():
             fix = fallback_fix(self.path)
-        return UserError(rule, where=self.where, key=self.key, value=str(self.path), fix=fix)
+        return UserError(rule, value=str(self.path), fix=fix)
 
 
 def _fitting_model(
@@ -190,9 +188,8 @@ def _fitting_model(
     Returns them, the names of the parameters that the file lacks, and the expert biases among these.
     """
     path = Path(config.load_checkpoint).expanduser()
-    where = config.source.where("load_checkpoint")
     settings = config.decoder
-    stored, about_source = _open_weights(config, path, where, numbers, world)
+    stored, about_source = _open_weights(config, path, numbers, world)
     weights = split_fused_tensors(stored, settings)
     unused, *notes = unused_modules(weights, settings)
     modules, about_modules = missing_modules(weights, settings, new_modules and config.trains)
@@ -209,36 +206,34 @@ def _fitting_model(
             note(text)
     used = {name: array for name, array in weights.items() if name not in unused}
     shapes = {name: shape for name, shape in parameter_shapes(config.network).items() if name not in absent}
-    return _fitting(used, shapes, config.network, path, where, compare=numbers), absent, biases
+    return _fitting(used, shapes, config.network, path, compare=numbers), absent, biases
 
 
 def _open_weights(
-    config: Config, path: Path, where: str, numbers: bool, world: World
+    config: Config, path: Path, numbers: bool, world: World
 ) -> tuple[Mapping[str, ArrayOrLazyArray], str]:
     """Opens the weights in `path` by Hugging Face name; returns them with a note if they are another program's."""
-    source = find_source(path, where)
+    source = find_source(path)
     if source is not None:
-        strategy = config.src_strategy_path_or_dir
-        tensors, fix = open_source(source, where, strategy, numbers=numbers, world=world)
+        tensors, fix = open_source(source, config.src_strategy_path_or_dir, numbers=numbers, world=world)
         note = f"load_checkpoint: the weights of MindSpore Transformers' checkpoint ({source.name}); a run takes its"
         weights: Mapping[str, ArrayOrLazyArray] = {name: tensor.array for name, tensor in tensors.items()}
         if has_mindformers_names(tensors):  # `split_fused_tensors` knows those of other families
-            weights = convert_weights(tensors, config.decoder, path, where, fix)
+            weights = convert_weights(tensors, config.decoder, path, fix)
         return weights, f"{note} weights only, no optimizer state"
-    weights = read_weights(path, where, numbers=numbers, world=world)
+    weights = read_weights(path, numbers=numbers, world=world)
     if has_mindformers_names(weights):
         tensors = {name: SourceTensor(array, path.name) for name, array in weights.items() if not is_run_state(name)}
-        return convert_weights(tensors, config.decoder, path, where), ""
+        return convert_weights(tensors, config.decoder, path), ""
     return weights, ""
 
 
 def fitting_weights(
-    weights: Mapping[str, ArrayOrLazyArray], settings: Network, path: Path, where: str = "",
-    key: str = "load_checkpoint", parts: ShardSpecs | None = None,
-) -> dict[str, np.ndarray]:  # fmt: skip
+    weights: Mapping[str, ArrayOrLazyArray], settings: Network, path: Path, parts: ShardSpecs | None = None
+) -> dict[str, np.ndarray]:
     """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
 
-    `path`, `where` and `key` are for messages; `parts` as in `CheckedWeights.read`.
+    `path` is for messages; `parts` as in `CheckedWeights.read`.
 
     Raises:
         UserError: They belong to another model.
@@ -246,12 +241,11 @@ def fitting_weights(
     shapes = parameter_shapes(settings)
     if isinstance(settings, ModelConfig):
         weights = split_fused_tensors(weights, settings)
-    return _fitting(weights, shapes, settings, path, where, key).read(parts)
+    return _fitting(weights, shapes, settings, path).read(parts)
 
 
 def _fitting(
-    weights: Mapping[str, ArrayOrLazyArray], shapes: Mapping[str, tuple[int, ...]],
-    settings: Network, path: Path, where: str, key: str = "load_checkpoint", *,
+    weights: Mapping[str, ArrayOrLazyArray], shapes: Mapping[str, tuple[int, ...]], settings: Network, path: Path, *,
     compare: bool = True,
 ) -> CheckedWeights:  # fmt: skip
     """Checks that a file has the parameters with these shapes in memory; raises a UserError otherwise.
@@ -263,9 +257,8 @@ def _fitting(
         decoder = settings
         weights = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings, compare)}
     on_disk = disk_shapes(shapes, find_expert_names(weights))
-    check_weights(weights, on_disk, path, where, key, decoder)
-    used = {name: weights[name] for name in on_disk}
-    return CheckedWeights(from_disk(weights, shapes), used, path, where, key)
+    check_weights(weights, on_disk, path, decoder)
+    return CheckedWeights(from_disk(weights, shapes), {name: weights[name] for name in on_disk}, path)
 
 
 def _is_copy(name: str, weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig, compare: bool) -> bool:
@@ -295,15 +288,12 @@ def _owner(name: str, settings: ModelConfig) -> str:
     return layer_prefix(layer - layer % settings.layers_group) + name_in_layer
 
 
-def read_weights(
-    path: Path, where: str = "", *, numbers: bool = True, world: World = SINGLE_PROCESS
-) -> dict[str, LazyArray]:
+def read_weights(path: Path, *, numbers: bool = True, world: World = SINGLE_PROCESS) -> dict[str, LazyArray]:
     """Opens weights by Hugging Face name; shards of them are read when they are used.
 
     Args:
         path: A `.safetensors` file, a folder of them as Hugging Face publishes it, a checkpoint folder of this trainer,
             or a folder of checkpoints (the newest complete one).
-        where: Location of the setting, for messages.
         numbers: False: the numbers will not be read, so no checksum is compared.
         world: The ranks that all read them, see `read_checkpoint`.
 
@@ -311,31 +301,28 @@ def read_weights(
         UserError: There are no readable weights.
     """
     path = resolve_best_link(path)
-    files = _weight_files(path, where)
+    files = _weight_files(path)
     if files and not any((path / name).exists() for name in _OUR_FILES):
         weights: dict[str, LazyArray] = {}
         file_of: dict[str, Path] = {}
         for file in files:
-            stored = read_safetensors(file, where, numbers=numbers, world=world)
+            stored = read_safetensors(file, numbers=numbers, world=world)
             if twice := sorted(stored.keys() & weights.keys()):
                 rule = f"{file_of[twice[0]].name} and {file.name} both contain {first_of(twice)}"
                 fix = "remove the file that does not belong there, or name one file"
-                raise UserError(rule, where=where, key="load_checkpoint", value=str(path), fix=fix)
+                raise UserError(rule, value=str(path), fix=fix)
             weights |= stored
             file_of |= dict.fromkeys(stored, file)
         return weights
-    try:
-        checkpoint = find_checkpoint(path)
-        if (checkpoint / "adapter_model.safetensors").exists():
-            rule = "the checkpoint contains adapters, not the weights of a model"
-            fix = "give it as --adapter_id, and their base as --load_checkpoint"
-            raise UserError(rule, value=str(checkpoint), fix=fix)
-        return read_checkpoint(checkpoint, ("model",), checksums=numbers, world=world).tensors["model"].arrays()
-    except UserError as error:
-        raise as_weights_error(error, where, "load_checkpoint") from error
+    checkpoint = find_checkpoint(path)
+    if (checkpoint / "adapter_model.safetensors").exists():
+        rule = "the checkpoint contains adapters, not the weights of a model"
+        fix = "give it as --adapter_id, and their base as --load_checkpoint"
+        raise UserError(rule, value=str(checkpoint), fix=fix)
+    return read_checkpoint(checkpoint, ("model",), checksums=numbers, world=world).tensors["model"].arrays()
 
 
-def _weight_files(path: Path, where: str) -> list[Path]:
+def _weight_files(path: Path) -> list[Path]:
     """Returns the files of weights that a path names: of a folder those that its index names, as in transformers.
 
     Published folders may have the weights twice, the second time in files under the names of another program.
@@ -348,18 +335,17 @@ def _weight_files(path: Path, where: str) -> list[Path]:
         index: _Index = parse_json(read_bytes(path / INDEX), _Index, INDEX)
     except (OSError, JsonError) as error:
         rule = f"{INDEX} cannot be read: {getattr(error, 'strerror', None) or error}"
-        fix = "copy the complete folder"
-        raise UserError(rule, where=where, key="load_checkpoint", value=str(path), fix=fix) from None
+        raise UserError(rule, value=str(path), fix="copy the complete folder") from None
     return [path / name for name in sorted(set(index.weight_map.values()))]
 
 
 def check_weights(
-    weights: Mapping[str, ArrayOrLazyArray], shapes: Mapping[str, tuple[int, ...]], path: Path, where: str = "",
-    key: str = "load_checkpoint", settings: ModelConfig | None = None, fix: str = "",
+    weights: Mapping[str, ArrayOrLazyArray], shapes: Mapping[str, tuple[int, ...]], path: Path,
+    settings: ModelConfig | None = None, fix: str = "",
 ) -> None:  # fmt: skip
     """Checks that every parameter is there with its shape; the file may also contain a tied head.
 
-    `path`, `where`, `key` and `fix` are for messages; `settings` is the model section, None for adapters.
+    `path` and `fix` are for messages; `settings` is the model section, None for adapters.
 
     Raises:
         UserError: Names the first parameter that is missing, unknown or of another shape, and counts the others.
@@ -381,7 +367,7 @@ def check_weights(
             fix = fix_for(missing, unknown, settings)
         fix = fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint"
         rule = f"the checkpoint does not fit model.model_config: it {'; it '.join(problems)}"
-        raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
+        raise UserError(rule, value=str(path), fix=fix)
 
 
 def is_finite(array: np.ndarray) -> bool:

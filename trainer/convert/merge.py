@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer.checkpoint.averages import linear, slerp, task_arithmetic, ties
 from trainer.checkpoint.hugging_face import CONFIG, GENERATION, TOKENIZER_FILES, index_json, split_into_files
-from trainer.checkpoint.store import INDEX, find_checkpoint, first_of
+from trainer.checkpoint.store import INDEX, errors_at, find_checkpoint, first_of
 from trainer.checkpoint.weights import read_weights
 from trainer.errors import UserError
 from trainer.monitors import formatting
@@ -68,11 +68,13 @@ def merge(options: MergeOptions) -> str:
         RunError: A file cannot be written.
     """
     _check(options)
-    sources = [read_weights(path, "argument MODEL") for path in options.models]
+    with errors_at("argument MODEL", ""):
+        sources = [read_weights(path) for path in options.models]
     base = None
     compared = list(zip(options.models, sources, strict=True))
     if options.base is not None:
-        base = read_weights(options.base, "flag --base")
+        with errors_at("flag --base", ""):
+            base = read_weights(options.base)
         compared.append((options.base, base))
     for path, source in compared:
         _compare(options.models[0], sources[0], path, source)

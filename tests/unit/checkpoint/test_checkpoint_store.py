@@ -179,12 +179,12 @@ def test_find_checkpoint_accepts_what_a_user_may_name(tmp_path: Path) -> None:
 
 
 def test_find_checkpoint_says_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="load_checkpoint = .*nowhere.*: there is no such checkpoint"):
+    with pytest.raises(UserError, match="checkpoint = .*nowhere.*: there is no such checkpoint"):
         store.find_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="resume_training = .*the folder holds no complete checkpoint"):
-        store.find_checkpoint(tmp_path, key="resume_training")
+    with pytest.raises(UserError, match="checkpoint = .*the folder holds no complete checkpoint"):
+        store.find_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="load_checkpoint = .*pipe.*: is a pipe, a socket or a device, not a check"):
+    with pytest.raises(UserError, match="checkpoint = .*pipe.*: is a pipe, a socket or a device, not a check"):
         store.find_checkpoint(tmp_path / "pipe")
 
 
@@ -264,8 +264,11 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
             with pytest.raises(UserError, match=f"damaged: .*{name}") as caught:
                 store.read_checkpoint(path)
             assert f"use {older}" in str(caught.value) and f"--resume_training {older.name}" in str(caught.value)
-            loads = store.as_weights_error(caught.value, "a.yaml:3", "load_checkpoint")
-            assert loads.fix.startswith(f"use --load_checkpoint {older}, the ") and "resume" not in loads.fix
+            with pytest.raises(UserError) as located, store.errors_at("a.yaml:3", "load_checkpoint"):
+                raise caught.value
+            assert f"a.yaml:3: load_checkpoint = {str(path)!r}: the checkpoint is damaged" in str(located.value)
+            assert f"Fix: use --load_checkpoint {older}, the " in str(located.value)
+            assert "resume" not in str(located.value)
         (path / name).write_bytes(whole)
     assert_holds(path, 2)
 

@@ -114,8 +114,8 @@ def test_an_expert_that_does_not_fit_is_named_as_in_the_file(
     form: str, name: str, value: np.ndarray | None, part: str
 ) -> None:
     weights, settings = changed(form, name, value)
-    message = failure(lambda: fitting_weights(weights, settings, Path("file"), "a.yaml:3"))
-    assert part.format(name=name) in message and "a.yaml:3: load_checkpoint" in message
+    message = failure(lambda: fitting_weights(weights, settings, Path("file")))
+    assert part.format(name=name) in message
 
 
 def test_published_mtp_modules_may_repeat_embedding_and_head() -> None:

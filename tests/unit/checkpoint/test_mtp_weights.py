@@ -135,7 +135,7 @@ def test_adapters_are_not_trained_beside_missing_modules(modules: Path) -> None:
 def test_a_resumed_run_needs_the_same_modules(modules: Path) -> None:
     weights = load_file(modules / "model.safetensors")
     settings = config_of(DENSE, modules, mtp_depth=0).decoder
-    message = failure(lambda: fitting_weights(weights, settings, modules, key="resume_training"))
+    message = failure(lambda: fitting_weights(weights, settings, modules))
     assert "holds model.layers.1." in message and "write mtp_depth: 2, as in the checkpoint" in message
 
 

@@ -36,7 +36,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 MERGED = "param_name_map.json"
 STRATEGY_KEY = "src_strategy_path_or_dir"
-_KEY = "load_checkpoint"
 _MODEL_FILE = re.compile(r"(?:.+-)?model-(\d{7})-(\d{7})\.safetensors")
 _STATE_FILE = re.compile(r"(?:.+-)?opt-(\d{7})-(\d{7})\.safetensors")
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
@@ -77,44 +76,43 @@ class _Metadata(LenientModel):
     storage_data: dict[str, list[_Place]]
 
 
-def find_source(path: Path, where: str = "", key: str = _KEY) -> Source | None:
+def find_source(path: Path) -> Source | None:
     """Returns the checkpoint of MindSpore Transformers that a path names, or None if it is something else.
 
     Raises:
         UserError: It is one that cannot be loaded, such as a .ckpt file.
     """
     if path.suffix == ".ckpt":
-        raise _old_format(path, where, key)
+        raise _old_format(path)
     try:
-        return _find_source(path, where, key)
+        return _find_source(path)
     except OSError:  # `find_checkpoint` reports it
         return None
 
 
-def _find_source(path: Path, where: str, key: str) -> Source | None:
+def _find_source(path: Path) -> Source | None:
     if not path.is_dir():
         return None
     if (path / TRACKER).is_file():
-        iteration = _tracked_iteration(path, where, key)
+        iteration = _tracked_iteration(path)
         return Source(iteration, {}, iteration.name)
     if (path / MERGED).is_file() or any(_MODEL_FILE.fullmatch(file.name) for file in path.iterdir()):
         return Source(path, {}, path.name)
     if iterations := sorted(path.glob("iteration_[0-9]*")):
         rule = f"the folder has no {TRACKER}, which says the iteration that was saved last"
-        raise UserError(rule, where=where, key=key, value=str(path), fix=f"name an iteration, such as {iterations[-1]}")
+        raise _problem(path, rule, f"name an iteration, such as {iterations[-1]}")
     for folder in (path, path / "checkpoint", path.parent):
         ranks = _rank_folders(folder)
         if ranks and (folder != path.parent or _RANK_FOLDER.fullmatch(path.name)):
-            return _rank_source(folder, ranks, where, key)
+            return _rank_source(folder, ranks)
     if list(path.glob("*.ckpt")) and not list(path.glob(f"*{ENDING}")):
-        raise _old_format(path, where, key)
+        raise _old_format(path)
     return None
 
 
 def open_source(
-    source: Source, where: str, strategy: str = "", *, kind: str = "", numbers: bool = True,
-    world: World = SINGLE_PROCESS,
-) -> tuple[dict[str, SourceTensor], str]:  # fmt: skip
+    source: Source, strategy: str = "", *, kind: str = "", numbers: bool = True, world: World = SINGLE_PROCESS
+) -> tuple[dict[str, SourceTensor], str]:
     """Opens the weights of a checkpoint, or arrays of its optimizer, unsharded, under the names of its parameters.
 
     Args:
@@ -132,13 +130,13 @@ def open_source(
     def open_file(file: Path) -> dict[str, LazyArray]:
         """Opens arrays of a file; it is closed if none of them is used, as those of a rank with copies."""
         arrays = read_safetensors(
-            file, where, numbers=numbers, world=world, leave_out=lambda name: not parameter_name(name, kind)
+            file, numbers=numbers, world=world, leave_out=lambda name: not parameter_name(name, kind)
         )
         return {parameter_name(name, kind): array for name, array in arrays.items()}
 
     if source.files:
-        return _open_ranks(source, open_file, where, strategy, kind)
-    return _open_iteration(source.path, cache(open_file), where, kind), ""
+        return _open_ranks(source, open_file, strategy, kind)
+    return _open_iteration(source.path, cache(open_file), kind), ""
 
 
 def state_files(source: Source) -> list[Path]:
@@ -149,33 +147,33 @@ def state_files(source: Source) -> list[Path]:
     return [file for file in files if _STATE_FILE.fullmatch(file.name)] or files
 
 
-def _problem(path: Path, rule: str, fix: str, where: str, key: str = _KEY) -> UserError:
-    return UserError(rule, where=where, key=key, value=str(path), fix=fix)
+def _problem(path: Path, rule: str, fix: str, key: str = "") -> UserError:
+    return UserError(rule, key=key, value=str(path), fix=fix)
 
 
-def _old_format(path: Path, where: str, key: str) -> UserError:
+def _old_format(path: Path) -> UserError:
     folder = path.with_name(f"{path.stem}_safetensors")
     command = f"python -c \"import mindspore; mindspore.ckpt_to_safetensors('{path}', '{folder}')\""
     fix = f"convert it with MindSpore, and name {folder}: {command}"
-    return _problem(path, "is in MindSpore's .ckpt format, which only MindSpore reads", fix, where, key)
+    return _problem(path, "is in MindSpore's .ckpt format, which only MindSpore reads", fix)
 
 
 # ---- the folder of an iteration --------------------------------------------------------------------------------------
 
 
-def _tracked_iteration(path: Path, where: str, key: str) -> Path:
+def _tracked_iteration(path: Path) -> Path:
     try:
         folder = path / f"iteration_{int(read_bytes(path / TRACKER)):08d}"
     except (OSError, ValueError):
         rule = f"{TRACKER} does not contain the number of an iteration"
-        raise _problem(path, rule, "name the folder of an iteration", where, key) from None
+        raise _problem(path, rule, "name the folder of an iteration") from None
     if not folder.is_dir():
         rule = f"{TRACKER} names {folder.name}, which does not exist"
-        raise _problem(path, rule, "name the folder of an iteration", where, key)
+        raise _problem(path, rule, "name the folder of an iteration")
     return folder
 
 
-def _open_iteration(path: Path, open_file: OpenFile, where: str, kind: str) -> dict[str, SourceTensor]:
+def _open_iteration(path: Path, open_file: OpenFile, kind: str) -> dict[str, SourceTensor]:
     """Opens the tensors in the folder of an iteration; a single device writes no metadata.json."""
     if (path / MERGED).is_file():
         arrays = {file.name: open_file(file) for file in sorted(path.glob(f"*{ENDING}"))}
@@ -191,24 +189,23 @@ def _open_iteration(path: Path, open_file: OpenFile, where: str, kind: str) -> d
         assert match is not None
         if len(files) > 1 or int(match[2]) > 1:
             rule = f"the folder has no {METADATA}, which says where the shards of its tensors are"
-            raise _problem(path, rule, "copy the complete folder", where)
+            raise _problem(path, rule, "copy the complete folder")
         return {name: SourceTensor(array, files[0].name) for name, array in open_file(files[0]).items()}
     try:
         metadata: _Metadata = parse_json(read_bytes(path / METADATA), _Metadata, METADATA)
     except (JsonError, OSError) as error:
         rule = f"{METADATA} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise _problem(path, rule, "copy the complete folder", where) from None
+        raise _problem(path, rule, "copy the complete folder") from None
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
         if parameter := parameter_name(name, kind):
-            tensors[parameter] = _iteration_tensor(path, name, tensor, metadata.storage_data, open_file, where, kind)
+            tensors[parameter] = _iteration_tensor(path, name, tensor, metadata.storage_data, open_file, kind)
     return tensors
 
 
 def _iteration_tensor(
-    path: Path, name: str, tensor: _Tensor, places: Mapping[str, list[_Place]], open_file: OpenFile, where: str,
-    kind: str,
-) -> SourceTensor:  # fmt: skip
+    path: Path, name: str, tensor: _Tensor, places: Mapping[str, list[_Place]], open_file: OpenFile, kind: str
+) -> SourceTensor:
     """Opens a tensor of metadata.json from the first file that has each of its shards."""
     shards = {}
     first = ""
@@ -216,31 +213,31 @@ def _iteration_tensor(
         place = places.get(str((name, tuple(chunk.global_offset))))
         if not place:
             rule = f"{METADATA} says of no file that it has the shard {chunk.global_offset} of {name}"
-            raise _problem(path, rule, "use another checkpoint", where)
+            raise _problem(path, rule, "use another checkpoint")
         file = place[0].file_name
         first = first or file
         array = open_file(path / file).get(parameter_name(name, kind))
         if array is None or array.shape != tuple(chunk.local_shape):
             rule = f"{file} does not have the shard of {name} of shape {chunk.local_shape} that {METADATA} says"
-            raise _problem(path, rule, "copy the complete folder, or use another checkpoint", where)
+            raise _problem(path, rule, "copy the complete folder, or use another checkpoint")
         # The offset is the number of the shard, those along the last axis first.
         counts = tensor.axis_fragmentations
         number = sum(chunk.global_offset)
         if number >= math.prod(counts) or len(counts) != array.ndim or len(chunk.global_offset) != 1:
             rule = f"{METADATA}: {name} has no shard {chunk.global_offset}"
-            raise _problem(path, rule, "use another checkpoint", where)
+            raise _problem(path, rule, "use another checkpoint")
         index = digits_of(number, counts)
         shards[tuple(at * size for at, size in zip(index, array.shape, strict=True))] = array
-    return _merge_tensor(path, name, tuple(tensor.global_shape), shards, first, where)
+    return _merge_tensor(path, name, tuple(tensor.global_shape), shards, first)
 
 
 def _merge_tensor(
-    path: Path, name: str, shape: tuple[int, ...], shards: Mapping[tuple[int, ...], LazyArray], file: str, where: str,
-) -> SourceTensor:  # fmt: skip
+    path: Path, name: str, shape: tuple[int, ...], shards: Mapping[tuple[int, ...], LazyArray], file: str
+) -> SourceTensor:
     """Returns a tensor of its shards; raises a UserError if some are missing."""
     if not _is_tiled(shape, shards):
         rule = f"{len(shards)} shards of {name} (the first in {file}) are not all of a tensor of shape {list(shape)}"
-        raise _problem(path, rule, "copy the files of all ranks, or use another checkpoint", where)
+        raise _problem(path, rule, "copy the files of all ranks, or use another checkpoint")
     if len(shards) == 1:
         return SourceTensor(next(iter(shards.values())), file)
     return SourceTensor(merge_shards(shape, shards), file)
@@ -272,13 +269,13 @@ def _rank_folders(folder: Path) -> dict[int, Path]:
     return dict(sorted(folders.items()))
 
 
-def _rank_source(folder: Path, ranks: Mapping[int, Path], where: str, key: str) -> Source:
+def _rank_source(folder: Path, ranks: Mapping[int, Path]) -> Source:
     """Selects the newest step whose file every rank has."""
     by_step: dict[tuple[int, int], dict[int, Path]] = {}
     for rank, path in ranks.items():
         files = sorted(path.glob(f"*{ENDING}"))
         if not files:
-            raise _old_format(folder, where, key)
+            raise _old_format(folder)
         for file in files:
             match = _RANK_FILE.fullmatch(file.name)
             step = (0, 0)
@@ -286,12 +283,12 @@ def _rank_source(folder: Path, ranks: Mapping[int, Path], where: str, key: str) 
                 step = (int(match[1]), int(match[2]))
             if rank in by_step.setdefault(step, {}):
                 rule = f"{path.name} has several files of a step, {by_step[step][rank].name} and {file.name}"
-                raise _problem(folder, rule, "leave one of them there", where, key)
+                raise _problem(folder, rule, "leave one of them there")
             by_step[step][rank] = file
     complete = [step for step, files in by_step.items() if len(files) == len(ranks)]
     if not complete or list(ranks) != list(range(len(ranks))):
         rule = f"there is no step that all ranks have saved: {len(ranks)} folders from {min(ranks)} to {max(ranks)}"
-        raise _problem(folder, rule, "copy the folders of all ranks", where, key)
+        raise _problem(folder, rule, "copy the folders of all ranks")
     epoch, step = max(complete)
     name = f"{len(ranks)} rank folders"
     if epoch:
@@ -300,10 +297,10 @@ def _rank_source(folder: Path, ranks: Mapping[int, Path], where: str, key: str) 
 
 
 def _open_ranks(
-    source: Source, open_file: OpenFile, where: str, strategy: str, kind: str
+    source: Source, open_file: OpenFile, strategy: str, kind: str
 ) -> tuple[dict[str, SourceTensor], str]:
     """Opens the tensors of all ranks; those that a strategy file shards are merged."""
-    layouts, folder = _open_strategies(source, where, strategy)
+    layouts, folder = _open_strategies(source, strategy)
     tensors: dict[str, dict[tuple[int, ...], LazyArray]] = {}
     files: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -318,14 +315,14 @@ def _open_ranks(
                     start, shape = layout.place(rank, array.shape)
                 except StrategyError as error:
                     rule = f"the strategy of {name} cannot be used: {error}"
-                    raise _problem(folder, rule, _merge_fix(source, folder), where, STRATEGY_KEY) from None
+                    raise _problem(folder, rule, _merge_fix(source, folder), STRATEGY_KEY) from None
             files.setdefault(name, f"{file.parent.name}/{file.name}")
             if shapes.setdefault(name, shape) != shape:
                 rule = f"{name} has other shapes in {files[name]} and {file.parent.name}/{file.name}: shards of a job"
-                raise _problem(source.path, rule, _merge_fix(source, folder), where)
+                raise _problem(source.path, rule, _merge_fix(source, folder))
             tensors.setdefault(name, {}).setdefault(start, array)
     merged = {
-        name: _merge_tensor(source.path, name, shapes[name], shards, files[name], where)
+        name: _merge_tensor(source.path, name, shapes[name], shards, files[name])
         for name, shards in tensors.items()
     }
     if layouts:
@@ -349,7 +346,7 @@ def _merge_fix(source: Source, strategy: Path) -> str:
     )
 
 
-def _open_strategies(source: Source, where: str, strategy: str) -> tuple[dict[int, dict[str, SourceLayout]], Path]:
+def _open_strategies(source: Source, strategy: str) -> tuple[dict[int, dict[str, SourceLayout]], Path]:
     """Returns the layouts of each rank, and the folder of the strategy files; no layouts if it does not exist."""
     folder = source.path.parent / "strategy"
     if strategy:
@@ -373,7 +370,7 @@ def _open_strategies(source: Source, where: str, strategy: str) -> tuple[dict[in
                 layouts[rank] |= _stage_layouts(read[file], rank)
     except (StrategyError, OSError) as error:
         rule = f"the strategy of its shards cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise _problem(folder, rule, _merge_fix(source, folder), where, STRATEGY_KEY) from None
+        raise _problem(folder, rule, _merge_fix(source, folder), STRATEGY_KEY) from None
     return layouts, folder
 
 

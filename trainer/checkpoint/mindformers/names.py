@@ -145,12 +145,12 @@ def has_mindformers_names(names: Iterable[str]) -> bool:
 
 
 def convert_weights(
-    tensors: Mapping[str, SourceTensor], settings: ModelConfig, path: Path, where: str, fix: str = ""
+    tensors: Mapping[str, SourceTensor], settings: ModelConfig, path: Path, fix: str = ""
 ) -> dict[str, ArrayOrLazyArray]:
     """Returns the weights under Hugging Face's names, each matrix by itself, read when they are used.
 
     Args:
-        path, where: The checkpoint and the location of the setting, for messages.
+        path: The checkpoint, for messages.
         fix: What to do if shapes are wrong.
 
     Raises:
@@ -182,7 +182,7 @@ def convert_weights(
             fix = ""
         fix = fix or "use the model_config that the checkpoint was made with, or another checkpoint"
         rule = f"the checkpoint does not fit model.model_config: {'; '.join(problems)}"
-        raise UserError(rule, where=where, key="load_checkpoint", value=str(path), fix=fix)
+        raise UserError(rule, value=str(path), fix=fix)
     return weights
 
 

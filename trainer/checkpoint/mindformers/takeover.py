@@ -13,11 +13,11 @@ from trainer.checkpoint.mindformers.training import Counters, open_moments, open
 from trainer.checkpoint.state import (
     Position,
     ResumedCheckpoint,
-    errors_at_key,
     finite_arrays,
     optimizer_shapes,
     read_resumed_checkpoint,
 )
+from trainer.checkpoint.store import errors_at
 from trainer.checkpoint.weights import ShardSpecs, fitting_weights, unused_modules
 from trainer.data.batches.step_sizes import step_sizes
 from trainer.errors import UserError
@@ -38,24 +38,24 @@ def read_training(
 
     The arguments and errors are those of `read_resumed_checkpoint`.
     """
-    source = find_source(path)
-    if source is None:
-        return read_resumed_checkpoint(path, config, layout, parts, world)
-    with errors_at_key(config):
-        return _taken_over(source, config, layout, parts, world, config.source.where(_KEY))
+    with errors_at(config.source.where(_KEY), _KEY):
+        source = find_source(path)
+        if source is not None:
+            return _taken_over(source, config, layout, parts, world)
+    return read_resumed_checkpoint(path, config, layout, parts, world)
 
 
 def _taken_over(
-    source: Source, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None, world: World, where: str,
-) -> ResumedCheckpoint:  # fmt: skip
+    source: Source, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None, world: World
+) -> ResumedCheckpoint:
     """Reads weights, optimizer state and position of a training of MindSpore Transformers."""
     path = source.path
     counters = read_counters(source)
     position = _position(counters, config, layout, path)
-    arrays, open_arrays = open_state(source, config, where, world)
+    arrays, open_arrays = open_state(source, config, world)
     unused, _ = unused_modules(arrays, config.decoder)
     used = {name: array for name, array in arrays.items() if name not in unused}
-    weights = fitting_weights(used, config.network, path, where, _KEY, parts)
+    weights = fitting_weights(used, config.network, path, parts)
     moments = finite_arrays(open_moments(optimizer_shapes(config), open_arrays, path), path)
     note = f"continues the training of MindSpore Transformers' checkpoint ({source.name}) with its optimizer state"
     note += "; the checkpoint does not say with which settings it was made"

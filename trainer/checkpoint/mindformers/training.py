@@ -54,16 +54,14 @@ class _Common(LenientModel):
     consumed_samples: Count | None = None
 
 
-def open_state(
-    source: Source, config: Config, where: str, world: World
-) -> tuple[dict[str, ArrayOrLazyArray], OpenArrays]:
+def open_state(source: Source, config: Config, world: World) -> tuple[dict[str, ArrayOrLazyArray], OpenArrays]:
     """Opens the weights, in float32 where the optimizer has a copy, and makes the function that opens other arrays."""
 
     def open_arrays(kind: str) -> dict[str, ArrayOrLazyArray]:
         """Opens the arrays of one kind."""
-        tensors, fix = open_source(source, where, config.src_strategy_path_or_dir, kind=kind, world=world)
+        tensors, fix = open_source(source, config.src_strategy_path_or_dir, kind=kind, world=world)
         if has_mindformers_names(tensors):
-            return convert_weights(tensors, config.decoder, source.path, where, fix)
+            return convert_weights(tensors, config.decoder, source.path, fix)
         return split_fused_tensors({name: tensor.array for name, tensor in tensors.items()}, config.decoder)
 
     return open_arrays("") | open_arrays(_MAIN), open_arrays
