@@ -59,18 +59,18 @@ def trained(group: ProcessGroup, config: str, resume: bool, killer: int, at: int
         os.kill(os.getpid(), signal.SIGKILL)
 
     count = CallCount(at if group.rank == killer else 0, kill)
-    save = saver._Thread._run
+    save = saver._Thread.run
 
-    def counted(thread: Any, work: Callable[[], Any]) -> None:
+    def counted(thread: saver._Thread) -> None:
         sys.setprofile(count)
         try:
-            save(thread, work)
+            save(thread)
         finally:
             sys.setprofile(None)
 
     ready = mock.patch.object(session, "set_up_device", lambda *_: mindspore.set_context(mode=mindspore.PYNATIVE_MODE))
     connected = mock.patch.object(session, "init_process_group", lambda _: group)
-    with ready, connected, mock.patch.object(saver._Thread, "_run", counted):
+    with ready, connected, mock.patch.object(saver._Thread, "run", counted):
         flags = [Override("resume_training", "True", "flag --resume_training")] if resume else []
         assert run(load_config(config, flags)) == 0
     return count.count

@@ -216,6 +216,7 @@ def _begin(path: Path, shared: Mapping[str, FileShards], needed_bytes: int, stag
     """Makes the folder of a save, with the files that several ranks will write, and returns its unique name."""
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
+    flush_to_disk(folder.parent)
     _clear_leftovers(folder)
     stage("cleared")
     _check_space(folder, needed_bytes)
@@ -370,6 +371,7 @@ def _point_to_best(folder: Path, name: str, stage: OnStage) -> None:
         new.symlink_to(name)
     except OSError:  # a file system without links
         new.write_text(f"{name}\n", encoding="utf-8")
+        flush_to_disk(new)
     stage("made best")
     new.replace(best)
     flush_to_disk(folder)
@@ -404,6 +406,7 @@ def _remove_folder(path: Path, stage: OnStage) -> None:
             path.unlink()
             return
         (path / MARKER).unlink()
+        flush_to_disk(path)  # else a machine that dies may keep the marker and lose the files
         stage("unmarked an old checkpoint")
         shutil.rmtree(path)
 

@@ -204,8 +204,8 @@ def _largest(flat: np.ndarray, block: int) -> np.ndarray:
 
 
 def _inverse(largest: np.ndarray) -> np.ndarray:
-    """Returns 1 / c, and 0 for blocks of zeros."""
-    return np.divide(1, largest, out=np.zeros_like(largest), where=largest > 0)
+    """Returns 1 / c, and 0 for blocks of zeros, or of numbers so small that float32 has no inverse of them."""
+    return np.divide(1, largest, out=np.zeros_like(largest), where=largest >= np.finfo(np.float32).tiny)
 
 
 def _multiply_blocks(flat: np.ndarray, factors: np.ndarray, block: int) -> np.ndarray:

@@ -42,6 +42,13 @@ def expected_int8(matrix: np.ndarray) -> np.ndarray:
     return np.concatenate(result).reshape(matrix.shape)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_without_an_inverse_are_zero(dtype: str) -> None:
+    found = np.asarray(quantize(np.full((2, BLOCK), 1e-40, np.float32), dtype))
+    assert np.abs(found).max() < np.finfo(np.float32).tiny
+
+
 def nearest(values: np.ndarray, number: np.float32) -> int:
     return int(np.argmin(np.abs(values.astype(np.float64) - np.float64(number))))
 

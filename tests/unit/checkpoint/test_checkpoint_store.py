@@ -134,6 +134,18 @@ def test_keep_max_removes_the_oldest(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 5
 
 
+def test_the_removal_of_a_marker_is_on_disk_before_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, flushed, flush = save(tmp_path, 1), [], writing.flush_to_disk
+
+    def record(path: Path) -> None:
+        flushed.append((path, names(path) if path == old else []))
+        flush(path)
+
+    monkeypatch.setattr(writing, "flush_to_disk", record)
+    save(tmp_path, 2, keep_max=1)
+    assert (old, ["model.safetensors", "optimizer.safetensors", "state.json"]) in flushed and not old.exists()
+
+
 def test_newest_is_the_one_saved_last_even_when_an_earlier_run_went_further(tmp_path: Path) -> None:
     save(tmp_path, 500)
     save(tmp_path, 100, keep_max=1)
