@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.checkpoint import adapter_values
-from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
+from trainer.checkpoint.json_models import AdapterDescription, BaseRecord, read_base
 from trainer.checkpoint.store import (
     OPTIMIZER,
     STATE,

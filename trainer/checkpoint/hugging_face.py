@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainer.checkpoint.documents import record_form_of
+from trainer.checkpoint.json_models import record_form_of
 from trainer.config.hugging_face import config_json, saved_class
 from trainer.data.tokens.chat_template import alpaca, load_chat_template
 from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, byte_letters, load_tokenizer

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.checkpoint import adapter_values, adapters
-from trainer.checkpoint.documents import RunState, read_base, read_run_state
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.hugging_face import class_on_disk
+from trainer.checkpoint.json_models import RunState, read_base, read_run_state
 from trainer.checkpoint.mindformers.folders import find_source
 from trainer.checkpoint.store import (
     OPTIMIZER,
@@ -119,20 +119,20 @@ def save_stages(
     """
     weights = {name: as_sharded_array(array) for name, array in saved.weights.items()}
     optimizer_state = {name: as_sharded_array(array) for name, array in saved.optimizer.items()}
-    documents: dict[str, Any] = {}
+    other_files: dict[str, Any] = {}
     if base is None:
         part = "model"
         shapes = all_shapes(config.network)
         kind = class_on_disk(config)
         shards = _file_shards(weights, shapes, lambda specs: disk_slices(specs, shapes, kind))
-        documents |= files or {}
+        other_files |= files or {}
     else:
         part = adapters.PART
         on_disk = saved_settings(config.decoder)
         shapes = adapter_shapes(on_disk)
         weights = adapter_values.as_saved(weights, initial or {})
         shards = _file_shards(weights, shapes, lambda specs: _prefixed(specs, adapters.PREFIX))
-        documents[adapters.ADAPTER_CONFIG] = adapters.adapter_config(on_disk, base["load_checkpoint"])
+        other_files[adapters.ADAPTER_CONFIG] = adapters.adapter_config(on_disk, base["load_checkpoint"])
     tensors = {part: shards, OPTIMIZER: _file_shards(optimizer_state, optimizer_shapes(config), _prefixed)}
     if beside_training and saved.shares_memory:
         tensors = {name: _copy_arrays(one) for name, one in tensors.items()}
@@ -149,7 +149,7 @@ def save_stages(
     best_steps = [each.step for each in evaluations.best]
     return checkpoint_stages(
         folder, position.step, tensors, state, keep_max,
-        documents=documents, rank=rank, ranks=ranks, best_steps=best_steps,
+        other_files=other_files, rank=rank, ranks=ranks, best_steps=best_steps,
     )  # fmt: skip
 
 

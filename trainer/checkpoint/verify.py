@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.checkpoint.adapters import ADAPTER_CONFIG, PART, PREFIX
-from trainer.checkpoint.documents import AdapterDescription, read_run_state
+from trainer.checkpoint.json_models import AdapterDescription, read_run_state
 from trainer.checkpoint.store import (
     OPTIMIZER,
     STATE,

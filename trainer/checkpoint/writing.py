@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -141,8 +142,9 @@ def unsharded_file(arrays: Mapping[str, np.ndarray]) -> FileShards:
 
 def checkpoint_stages(
     folder: Path, step: int, tensors: Mapping[str, Mapping[str, np.ndarray] | FileShards], state: Mapping[str, object],
-    keep_max: int, on_stage: OnStage | None = None, documents: Mapping[str, Mapping[str, object] | bytes] | None = None,
-    rank: int = 0, ranks: int = 1, best_steps: Sequence[int] = (),
+    keep_max: int, on_stage: OnStage | None = None,
+    other_files: Mapping[str, Mapping[str, object] | bytes] = MappingProxyType({}), rank: int = 0, ranks: int = 1,
+    best_steps: Sequence[int] = (),
 ) -> Stages:  # fmt: skip
     """Saves a checkpoint, removes the oldest ones beyond ``keep_max`` and returns the folder.
 
@@ -151,10 +153,10 @@ def checkpoint_stages(
         tensors: The local tensors of each file, for example ``{"model": {...}, "optimizer": {...}}``: unsharded arrays
             by name, of any memory layout and any dtype of safetensors, or shards of float32 arrays. A rank may leave
             out a file of which it has nothing.
-        state: The rest of the run's state, which must be valid JSON; written by rank 0, as are `documents`.
+        state: The rest of the run's state, which must be valid JSON; written by rank 0, as are `other_files`.
         keep_max: Complete checkpoints to keep; 0 keeps all.
         on_stage: Called with the name of each stage that is reached, for tests that stop a save there.
-        documents: More files by name, for other programs that read the folder: JSON, or bytes as they are.
+        other_files: More files by name, for other programs that read the folder: JSON, or bytes as they are.
         best_steps: Steps whose checkpoints are kept in any case; ``best`` will point to the first.
 
     Raises:
@@ -168,8 +170,8 @@ def checkpoint_stages(
     shards = {
         part: arrays if isinstance(arrays, FileShards) else unsharded_file(arrays) for part, arrays in tensors.items()
     }
-    files = {name: _as_bytes(content) for name, content in {**(documents or {}), STATE: state}.items()}
-    other_bytes = sum(len(content) for content in (documents or {}).values() if isinstance(content, bytes))
+    files = {name: _as_bytes(content) for name, content in {**other_files, STATE: state}.items()}
+    other_bytes = sum(len(content) for content in other_files.values() if isinstance(content, bytes))
     results = [result for result, _ in (yield StageWork(lambda: (_local_bytes(shards), other_bytes)))]
     writers = _writers([local_bytes for local_bytes, _ in results])
     needed_bytes = sum(others + sum(nbytes for nbytes, _ in sizes.values()) for sizes, others in results)

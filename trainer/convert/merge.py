@@ -14,10 +14,10 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from trainer.checkpoint.averages import linear, slerp, task_arithmetic, ties
 from trainer.checkpoint.hugging_face import CONFIG, GENERATION, TOKENIZER_FILES, index_json, split_into_files
 from trainer.checkpoint.store import INDEX, errors_at, find_checkpoint, first_of
 from trainer.checkpoint.weights import read_weights
+from trainer.convert.merge_methods import linear, slerp, task_arithmetic, ties
 from trainer.errors import UserError
 from trainer.monitors import formatting
 from trainer.monitors.files import make_folder

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.checkpoint.adapters import PART, base_of_adapters, load_initial_weights, merge_adapters
-from trainer.checkpoint.documents import record_form_of
 from trainer.checkpoint.hugging_face import (
     CONFIG,
     class_on_disk,
@@ -27,6 +26,7 @@ from trainer.checkpoint.hugging_face import (
     trained_template,
     write_weights,
 )
+from trainer.checkpoint.json_models import record_form_of
 from trainer.checkpoint.store import INDEX, find_checkpoint
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import module_layers

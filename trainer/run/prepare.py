@@ -181,7 +181,7 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
         return PreparedRun(config, plan, {}, None, None)
     resume_from = None
     if config.resume_training:  # found before the data is opened, which may take long to tokenize
-        from trainer.checkpoint.mindformers.takeover import read_training
+        from trainer.checkpoint.mindformers.resume import read_training
         from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed
 
         resume_from = checkpoint_to_resume(config)

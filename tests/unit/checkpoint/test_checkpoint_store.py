@@ -107,9 +107,9 @@ def test_the_layout_on_disk(tmp_path: Path) -> None:
     assert json.loads((path / "state.json").read_text())["step"] == 100
 
 
-def test_documents_belong_to_the_checkpoint(tmp_path: Path) -> None:
+def test_other_files_belong_to_the_checkpoint(tmp_path: Path) -> None:
     content = {"r": 8, "target_modules": ["q_proj"]}
-    path = writing.write_checkpoint(tmp_path, 3, tensors_of(3), {}, 1, documents={"adapter_config.json": content})
+    path = writing.write_checkpoint(tmp_path, 3, tensors_of(3), {}, 1, other_files={"adapter_config.json": content})
     assert json.loads((path / "adapter_config.json").read_text()) == content
     marked = json.loads((path / store.MARKER).read_text())["file_bytes"]
     assert marked["adapter_config.json"] == (path / "adapter_config.json").stat().st_size
@@ -322,8 +322,8 @@ def test_an_abandoned_run_is_not_continued_where_markers_are_damaged(tmp_path: P
 
 def test_a_file_of_a_checkpoint_is_checked_when_it_is_read_alone(tmp_path: Path) -> None:
     tokenizer = {"eos_token": "</s>"}
-    documents = {"config.json": {"a": 1}, "tokenizer_config.json": tokenizer, "chat_template.jinja": b"{{ bos }}"}
-    path = writing.write_checkpoint(tmp_path, 1, tensors_of(1), {}, 1, documents=documents)
+    files = {"config.json": {"a": 1}, "tokenizer_config.json": tokenizer, "chat_template.jinja": b"{{ bos }}"}
+    path = writing.write_checkpoint(tmp_path, 1, tensors_of(1), {}, 1, other_files=files)
     place = SourceLocation(1, "a.yaml:1")
     readers = {
         "model.safetensors": lambda file: read_weights(file),

@@ -22,8 +22,8 @@ from safetensors.numpy import load_file, save_file
 from test_joined_names import as_chatglm, golden
 
 from trainer.checkpoint.adapters import load_initial_weights
+from trainer.checkpoint.mindformers.resume import read_training
 from trainer.checkpoint.mindformers.strategy import SourceLayout, StrategyError, read_strategy
-from trainer.checkpoint.mindformers.takeover import read_training
 from trainer.checkpoint.state import Position, ResumedCheckpoint, checkpoint_to_resume
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import fitting_weights

@@ -13,7 +13,7 @@ from data_helpers import cache_of, jsonl, source_of
 
 from trainer.checkpoint import store
 from trainer.checkpoint import verify as verify_module
-from trainer.checkpoint.documents import AdapterDescription, RunState
+from trainer.checkpoint.json_models import AdapterDescription, RunState
 from trainer.checkpoint.verify import verify
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
@@ -42,7 +42,7 @@ STATE = {
 def save(folder: Path, step: int = 3, weight: float = 1.0) -> Path:
     tensors = {"model": {"w": np.float32([weight, 2])}, "optimizer": {"exp_avg.w": np.float32([1, 2])}}
     state = copy.deepcopy(STATE) | {"position": {**STATE["position"], "step": step}}
-    return write_checkpoint(folder, step, tensors, state, 0, documents={"config.json": {"a": 1}})
+    return write_checkpoint(folder, step, tensors, state, 0, other_files={"config.json": {"a": 1}})
 
 
 def mark_again(path: Path) -> None:
@@ -131,8 +131,8 @@ def test_the_description_of_adapters_is_read(tmp_path: Path) -> None:
     weights = np.float32([1, 2])
     tensors = {"adapter_model": {"base_model.model.w": weights}, "optimizer": {"exp_avg.w": weights}}
     for rank, problem in ((8, ""), (0, "adapter_config.json: r")):
-        documents = {"adapter_config.json": {"r": rank, "lora_alpha": 16}}
-        path = write_checkpoint(tmp_path, 3, tensors, STATE, 0, documents=documents)
+        files = {"adapter_config.json": {"r": rank, "lora_alpha": 16}}
+        path = write_checkpoint(tmp_path, 3, tensors, STATE, 0, other_files=files)
         found = verify(path)[0].problem
         assert found.startswith(problem) and bool(found) == bool(problem)
 

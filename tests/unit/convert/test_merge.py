@@ -11,9 +11,9 @@ from command_lines import answers_of
 from config_helpers import failure
 from safetensors.numpy import load_file, save_file
 
-from trainer.checkpoint.averages import slerp, task_arithmetic, ties
 from trainer.convert import merge as merge_module
 from trainer.convert.merge import MergeOptions, merge
+from trainer.convert.merge_methods import slerp, task_arithmetic, ties
 from trainer.errors import RunError
 
 RANDOM = np.random.default_rng(5)

@@ -32,8 +32,8 @@ class SourceTensor(NamedTuple):
     file: str
 
 
-class _Row(NamedTuple):
-    """A parameter of a layer: how its name begins in the files, the names of its matrices here, and its layout there.
+class _Rule(NamedTuple):
+    """Which parameters here a parameter of a layer is: how names begin there (`theirs`) and here (`ours`), its layout.
 
     Layouts:
         "stacked": the matrices, one above the other.
@@ -42,62 +42,62 @@ class _Row(NamedTuple):
         "experts": the transposed matrices of each expert side by side: [experts, in, out], or [experts * in, out].
     """
 
-    source: str
-    targets: tuple[str, ...]
+    theirs: str
+    ours: tuple[str, ...]
     layout: Layout = "same"
 
 
 _ATTENTION = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
 _MLP = ("mlp.gate_proj.", "mlp.up_proj.")
-# The first row whose parameters the model has counts: latent attention has other names than grouped heads.
-_ROWS = (
-    _Row("input_layernorm.", ("input_layernorm.",)),
-    _Row("pre_mlp_layernorm.", ("post_attention_layernorm.",)),
-    _Row(POST_ATTENTION_NORM, (POST_ATTENTION_NORM,)),
-    _Row(POST_MLP_NORM, (POST_MLP_NORM,)),
-    _Row("self_attention.linear_qkv.", _ATTENTION, "head groups"),
-    _Row("self_attention.linear_qkv.", ("self_attn.q_a_proj.", "self_attn.kv_a_proj_with_mqa."), "stacked"),
-    _Row("self_attention.linear_qkv.", ("self_attn.q_proj.", "self_attn.kv_a_proj_with_mqa."), "stacked"),
-    _Row("self_attention.linear_q_proj.", ("self_attn.q_proj.",)),
-    _Row("self_attention.linear_q_down_proj.", ("self_attn.q_a_proj.",)),
-    _Row("self_attention.linear_q_up_proj.", ("self_attn.q_b_proj.",)),
-    _Row("self_attention.linear_qb.", ("self_attn.q_b_proj.",)),
-    _Row("self_attention.linear_kv_down_proj.", ("self_attn.kv_a_proj_with_mqa.",)),
-    _Row("self_attention.linear_kv_up_proj.", ("self_attn.kv_b_proj.",)),
-    _Row("self_attention.linear_kvb.", ("self_attn.kv_b_proj.",)),
-    _Row("self_attention.q_layernorm.", ("self_attn.q_norm.",)),
-    _Row("self_attention.q_layernorm.", ("self_attn.q_a_layernorm.",)),
-    _Row("self_attention.k_layernorm.", ("self_attn.k_norm.",)),
-    _Row("self_attention.k_layernorm.", ("self_attn.kv_a_layernorm.",)),
-    _Row("self_attention.kv_layernorm.", ("self_attn.kv_a_layernorm.",)),
-    _Row("self_attention.linear_proj.", ("self_attn.o_proj.",)),
-    _Row("mlp.linear_fc1.", _MLP, "pairs"),
-    _Row("mlp.linear_fc2.", ("mlp.down_proj.",)),
-    _Row("mlp.router.weight", ("mlp.gate.weight",)),
-    _Row("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
-    _Row("mlp.expert_bias", ("mlp.gate.e_score_correction_bias",)),
-    _Row("mlp.experts.weight1", ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"), "experts"),
-    _Row("mlp.experts.weight2", ("mlp.experts.down_proj.weight",), "experts"),
-    _Row("mlp.shared_experts.linear_fc1.", ("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj."), "pairs"),
-    _Row("mlp.shared_experts.linear_fc2.", ("mlp.shared_experts.down_proj.",)),
-    _Row("mlp.shared_experts.shared_experts_gate.", ("mlp.shared_expert_gate.",)),
+# The first rule whose parameters the model has counts: latent attention has other names than grouped heads.
+_RULES = (
+    _Rule("input_layernorm.", ("input_layernorm.",)),
+    _Rule("pre_mlp_layernorm.", ("post_attention_layernorm.",)),
+    _Rule(POST_ATTENTION_NORM, (POST_ATTENTION_NORM,)),
+    _Rule(POST_MLP_NORM, (POST_MLP_NORM,)),
+    _Rule("self_attention.linear_qkv.", _ATTENTION, "head groups"),
+    _Rule("self_attention.linear_qkv.", ("self_attn.q_a_proj.", "self_attn.kv_a_proj_with_mqa."), "stacked"),
+    _Rule("self_attention.linear_qkv.", ("self_attn.q_proj.", "self_attn.kv_a_proj_with_mqa."), "stacked"),
+    _Rule("self_attention.linear_q_proj.", ("self_attn.q_proj.",)),
+    _Rule("self_attention.linear_q_down_proj.", ("self_attn.q_a_proj.",)),
+    _Rule("self_attention.linear_q_up_proj.", ("self_attn.q_b_proj.",)),
+    _Rule("self_attention.linear_qb.", ("self_attn.q_b_proj.",)),
+    _Rule("self_attention.linear_kv_down_proj.", ("self_attn.kv_a_proj_with_mqa.",)),
+    _Rule("self_attention.linear_kv_up_proj.", ("self_attn.kv_b_proj.",)),
+    _Rule("self_attention.linear_kvb.", ("self_attn.kv_b_proj.",)),
+    _Rule("self_attention.q_layernorm.", ("self_attn.q_norm.",)),
+    _Rule("self_attention.q_layernorm.", ("self_attn.q_a_layernorm.",)),
+    _Rule("self_attention.k_layernorm.", ("self_attn.k_norm.",)),
+    _Rule("self_attention.k_layernorm.", ("self_attn.kv_a_layernorm.",)),
+    _Rule("self_attention.kv_layernorm.", ("self_attn.kv_a_layernorm.",)),
+    _Rule("self_attention.linear_proj.", ("self_attn.o_proj.",)),
+    _Rule("mlp.linear_fc1.", _MLP, "pairs"),
+    _Rule("mlp.linear_fc2.", ("mlp.down_proj.",)),
+    _Rule("mlp.router.weight", ("mlp.gate.weight",)),
+    _Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
+    _Rule("mlp.expert_bias", ("mlp.gate.e_score_correction_bias",)),
+    _Rule("mlp.experts.weight1", ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"), "experts"),
+    _Rule("mlp.experts.weight2", ("mlp.experts.down_proj.weight",), "experts"),
+    _Rule("mlp.shared_experts.linear_fc1.", ("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj."), "pairs"),
+    _Rule("mlp.shared_experts.linear_fc2.", ("mlp.shared_experts.down_proj.",)),
+    _Rule("mlp.shared_experts.shared_experts_gate.", ("mlp.shared_expert_gate.",)),
     # MTP modules
-    _Row("enorm.", ("enorm.",)),
-    _Row("hnorm.", ("hnorm.",)),
-    _Row("eh_proj.", ("eh_proj.",)),
-    _Row("final_layernorm.", ("shared_head.norm.",)),
+    _Rule("enorm.", ("enorm.",)),
+    _Rule("hnorm.", ("hnorm.",)),
+    _Rule("eh_proj.", ("eh_proj.",)),
+    _Rule("final_layernorm.", ("shared_head.norm.",)),
     # The Llama of versions before 1.6, mindformers/models/llama/
-    _Row("attention_norm.", ("input_layernorm.",)),
-    _Row("ffn_norm.", ("post_attention_layernorm.",)),
-    _Row("attention.wq.", ("self_attn.q_proj.",)),
-    _Row("attention.wk.", ("self_attn.k_proj.",)),
-    _Row("attention.wv.", ("self_attn.v_proj.",)),
-    _Row("attention.w_qkv.", _ATTENTION, "head groups"),
-    _Row("attention.wo.", ("self_attn.o_proj.",)),
-    _Row("feed_forward.w1.", ("mlp.gate_proj.",)),
-    _Row("feed_forward.w3.", ("mlp.up_proj.",)),
-    _Row("feed_forward.w2.", ("mlp.down_proj.",)),
-    _Row("feed_forward.w_gate_hidden.", _MLP, "pairs"),
+    _Rule("attention_norm.", ("input_layernorm.",)),
+    _Rule("ffn_norm.", ("post_attention_layernorm.",)),
+    _Rule("attention.wq.", ("self_attn.q_proj.",)),
+    _Rule("attention.wk.", ("self_attn.k_proj.",)),
+    _Rule("attention.wv.", ("self_attn.v_proj.",)),
+    _Rule("attention.w_qkv.", _ATTENTION, "head groups"),
+    _Rule("attention.wo.", ("self_attn.o_proj.",)),
+    _Rule("feed_forward.w1.", ("mlp.gate_proj.",)),
+    _Rule("feed_forward.w3.", ("mlp.up_proj.",)),
+    _Rule("feed_forward.w2.", ("mlp.down_proj.",)),
+    _Rule("feed_forward.w_gate_hidden.", _MLP, "pairs"),
 )
 _OUTSIDE_LAYERS = {
     "embedding.word_embeddings.weight": EMBEDDING,
@@ -204,11 +204,11 @@ def _find_targets(name: str, shapes: Shapes, settings: ModelConfig) -> tuple[Lay
         rest = match[2]
         if layer not in settings.layers:
             return "same", [layer_prefix(layer) + rest]
-    for row in _ROWS:
-        if rest.startswith(row.source):
-            targets = [layer_prefix(layer) + target + rest.removeprefix(row.source) for target in row.targets]
+    for rule in _RULES:
+        if rest.startswith(rule.theirs):
+            targets = [layer_prefix(layer) + ours + rest.removeprefix(rule.theirs) for ours in rule.ours]
             if all(target in shapes for target in targets):
-                layout = row.layout
+                layout = rule.layout
                 if layout == "head groups" and settings.use_contiguous_weight_layout_attention:
                     layout = "stacked"
                 if layout == "pairs" and not settings.use_interleaved_weight_layout_mlp:

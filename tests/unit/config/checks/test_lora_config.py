@@ -12,7 +12,7 @@ from config_helpers import BASE, error_of, failure, load, notes
 from tolerances import ADAPTER_DEVIATION, ADAPTER_MEAN, SEVERAL_OPERATORS
 
 from trainer.checkpoint.adapters import adapter_config, base_model_digest, base_record, check_base, merge_adapters
-from trainer.checkpoint.documents import BaseRecord
+from trainer.checkpoint.json_models import BaseRecord
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, dump_config, parse_config, preflight
 from trainer.config.schema.adapter import PetConfig

@@ -10,7 +10,7 @@ from golden_distillation_cases import summary
 from golden_merges_cases import BASE, CASES, MODELS, MergeCase, load_results
 from tolerances import OPERATOR
 
-from trainer.checkpoint.averages import linear, slerp, task_arithmetic, ties
+from trainer.convert.merge_methods import linear, slerp, task_arithmetic, ties
 
 WEIGHTS = (0.5, 1.25, 0.3)
 

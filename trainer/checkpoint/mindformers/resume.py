@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.documents import DataLayout
 from trainer.checkpoint.evaluations import EvalHistory
+from trainer.checkpoint.json_models import DataLayout
 from trainer.checkpoint.mindformers.folders import Source, find_source
 from trainer.checkpoint.mindformers.training import Counters, open_moments, open_state, read_counters
 from trainer.checkpoint.state import (
@@ -41,11 +41,11 @@ def read_training(
     with errors_at(config.source.where(_KEY), _KEY):
         source = find_source(path)
         if source is not None:
-            return _taken_over(source, config, layout, parts, world)
+            return _read_source(source, config, layout, parts, world)
     return read_resumed_checkpoint(path, config, layout, parts, world)
 
 
-def _taken_over(
+def _read_source(
     source: Source, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None, world: World
 ) -> ResumedCheckpoint:
     """Reads weights, optimizer state and position of a training of MindSpore Transformers."""
