@@ -74,6 +74,9 @@ class StageResult(NamedTuple):
     failure: StageFailure | None = None
 
 
+_Written: TypeAlias = tuple[int, str]
+"""Bytes and checksum of a file of the checkpoint."""
+
 Stages: TypeAlias = Generator[StageWork, list[StageResult], Path]
 """The stages of a save: yields work, is sent its results on all ranks, and returns the folder.
 
@@ -194,8 +197,7 @@ def checkpoint_stages(
     files_of_ranks = results_of_ranks((yield StageWork(write, takes_long=True)))
     if shared:
         files_of_ranks += results_of_ranks((yield StageWork(read_back, takes_long=True)))
-    all_files = ((name, _Written(*file)) for files_of_rank in files_of_ranks for name, file in files_of_rank.items())
-    written = dict(sorted(all_files))
+    written = dict(sorted(item for files_of_rank in files_of_ranks for item in files_of_rank.items()))
 
     def complete() -> None:
         """Moves the folder in place, marks it complete and removes older checkpoints (rank 0)."""
@@ -244,13 +246,6 @@ def _remove_older(folder: Path, keep_max: int, best_steps: Sequence[int], stage:
     for old in store.complete_checkpoints(folder)[:-keep_max]:
         if old.name not in best:
             _remove_folder(old, stage)
-
-
-class _Written(NamedTuple):
-    """A file of the checkpoint."""
-
-    nbytes: int
-    checksum: str
 
 
 def _local_bytes(shards: Mapping[str, FileShards]) -> dict[str, tuple[int, int]]:
@@ -325,14 +320,14 @@ def _write_files(
     written = {}
     for name in sorted(checksums):
         flush_to_disk(unfinished / name)
-        written[name] = _Written((unfinished / name).stat().st_size, checksums[name])
+        written[name] = ((unfinished / name).stat().st_size, checksums[name])
         stage(f"flushed {name}")
     return written
 
 
 def _read_back(path: Path) -> _Written:
     """Returns size and checksum of a file that several ranks have written."""
-    return _Written(path.stat().st_size, checksum_of_file(path))
+    return (path.stat().st_size, checksum_of_file(path))
 
 
 def _move_in_place(unfinished: Path, path: Path, step: int, written: Mapping[str, _Written], stage: OnStage) -> None:
@@ -348,8 +343,8 @@ def _move_in_place(unfinished: Path, path: Path, step: int, written: Mapping[str
     marker = {
         "step": step,
         "save_number": 1 + max((marker.save_number for _, marker in earlier), default=0),
-        "file_bytes": {name: file.nbytes for name, file in written.items()},
-        "checksums": {name: file.checksum for name, file in written.items()},
+        "file_bytes": {name: nbytes for name, (nbytes, _) in written.items()},
+        "checksums": {name: checksum for name, (_, checksum) in written.items()},
     }
     unmarked = path / f"{UNFINISHED}{MARKER}"
     unmarked.write_bytes(marker_content(marker))
