@@ -20,7 +20,7 @@ import numpy as np
 from trainer.checkpoint import adapter_values, adapters
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.hugging_face import class_on_disk
-from trainer.checkpoint.json_models import RunState, read_base, read_run_state
+from trainer.checkpoint.json_models import DataLayout, RunState, read_base, read_run_state
 from trainer.checkpoint.mindformers.folders import find_source
 from trainer.checkpoint.store import (
     OPTIMIZER,
@@ -470,10 +470,8 @@ def resumed_batch(batch: int, before: Mapping[str, Any], now: Mapping[str, Any])
 
 def _epoch_of(layout: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the steps with the full global batch of an epoch, and the sequences of its micro-batches."""
-    rows = layout["batch_size"] * layout["ranks"]
-    batches, left = divmod(layout["rows"], rows)
-    batches += bool(left and not layout["drop_remainder"])
-    return -(-batches // layout["gradient_accumulation_steps"]), batches * rows
+    batches = DataLayout.model_validate(layout).batches or 0
+    return -(-batches // layout["gradient_accumulation_steps"]), batches * layout["batch_size"] * layout["ranks"]
 
 
 def settings_record(config: Config) -> dict[str, Any]:

@@ -63,6 +63,14 @@ def saved_of(config: Config, shares_memory: bool) -> SimpleNamespace:
     return SimpleNamespace(weights=weights, optimizer=optimizer, updates=1, shares_memory=shares_memory)
 
 
+def stages_of(config: Config, saved: SimpleNamespace, folder: Path) -> writing.Stages:
+    base = None if config.decoder.pet_config is None else {"load_checkpoint": "", "seed": 1, "digest": "0" * 64}
+    return state.save_stages(
+        folder, state.Position(step=1), saved, step_state={}, config=config, layout={}, base=base, keep_max=1,
+        evaluations=EvalHistory.empty(), beside_training=True,
+    )  # fmt: skip
+
+
 EXPERTS = BASE.replace("    seq_length: 32\n", """    seq_length: 32
     moe_config: {expert_num: 4, num_experts_chosen: 2}
 """)
@@ -77,19 +85,15 @@ def test_a_checkpoint_has_the_weights_of_its_step_though_the_training_changes_th
     with_gate = writing.checkpoint_stages
     monkeypatch.setattr(state, "checkpoint_stages", lambda *given, **named: with_gate(*given, on_stage=gate, **named))
     saved = saved_of(config, shares_memory=True)
-    base = None if config.decoder.pet_config is None else {"load_checkpoint": "", "seed": 1, "digest": "0" * 64}
     saver = Saver(tmp_path, Communicator(), True, lambda path, step: None)
-    saver.save(lambda: state.save_stages(
-        tmp_path, state.Position(step=1), saved, step_state={}, config=config, layout={}, base=base, keep_max=1,
-        evaluations=EvalHistory.empty(), beside_training=True,
-    ), 1)  # fmt: skip
+    saver.save(lambda: stages_of(config, saved, tmp_path), 1)
     assert gate.reached.wait(20)
     for array in (*saved.weights.values(), *saved.optimizer.values()):
         array += 1
     gate.opened.set()
     saver.finish()
     tensors = read_checkpoint(tmp_path / "step-00000001").tensors
-    written = tensors["model" if base is None else "adapter_model"]
+    written = tensors["model" if config.decoder.pet_config is None else "adapter_model"]
     assert written and all((array == 1).all() for array in (*written.values(), *tensors["optimizer"].values()))
 
 
@@ -103,12 +107,8 @@ def test_only_what_is_written_and_still_shared_is_copied(
     config = load(text.replace("vocab_size: 300", "vocab_size: 32000"))  # much more than all else that is allocated
     saved = saved_of(config, shares_memory)
     size = sum(array.nbytes for array in (*saved.weights.values(), *saved.optimizer.values()))
-    base = None if config.decoder.pet_config is None else {"load_checkpoint": "", "seed": 1, "digest": "0" * 64}
     tracemalloc.start()
-    state.save_stages(
-        tmp_path, state.Position(step=1), saved, step_state={}, config=config, layout={}, base=base, keep_max=1,
-        evaluations=EvalHistory.empty(), beside_training=True,
-    )  # fmt: skip
+    stages_of(config, saved, tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert least * size <= peak <= most * size
@@ -156,19 +156,6 @@ def test_at_most_one_is_in_flight_and_the_wait_is_counted(tmp_path: Path) -> Non
     assert told == [1] and saver.waited_seconds >= 0.2
     saver.finish()
     assert told == [1, 2] and names(tmp_path) == ["step-00000001", "step-00000002"]
-
-
-def test_old_checkpoints_stay_until_the_new_one_is_complete(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, Communicator(), True, lambda path, step: None)
-    for step in (1, 2):
-        saver.save(stages(tmp_path, step), step)
-    gate = Gate("wrote marker's content")
-    saver.save(stages(tmp_path, 3, gate), 3)
-    assert gate.reached.wait(20)
-    assert_holds(tmp_path / "step-00000001", 1)
-    gate.opened.set()
-    saver.finish()
-    assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
 def test_a_failure_reaches_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -490,16 +490,14 @@ def test_a_disk_known_to_be_full_costs_no_writing(small_disk: Path, monkeypatch:
     assert_refused_without_loss(small_disk, tensors_of(2, elements=1 << 20), {})
 
 
-def test_full_disk_met_while_writing_arrays(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("elements", "state"), [(1 << 20, {}), (64, {"much": "x" * (2 << 20)})])
+def test_full_disk_met_while_writing(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, elements: int, state: dict
+) -> None:
     save(small_disk, 1)
     usage = shutil.disk_usage(small_disk)._replace(free=1 << 40)  # as if another process filled the disk meanwhile
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert_refused_without_loss(small_disk, tensors_of(2, elements=1 << 20), {})
-
-
-def test_full_disk_met_while_writing_the_state(small_disk: Path) -> None:
-    save(small_disk, 1)
-    assert_refused_without_loss(small_disk, tensors_of(2), {"much": "x" * (2 << 20)})
+    assert_refused_without_loss(small_disk, tensors_of(2, elements), state)
 
 
 def test_full_disk_while_saving_a_step_again_keeps_its_older_save(small_disk: Path) -> None:

@@ -21,7 +21,7 @@ from tolerances import U_BFLOAT16, U_FLOAT16
 from trainer.checkpoint.adapters import adapter_config, load_initial_weights
 from trainer.checkpoint.hugging_face import class_on_disk, folder_files, parse_size, split_into_files, write_weights
 from trainer.checkpoint.tensor_names import to_disk
-from trainer.checkpoint.weights import CheckedWeights, read_weights
+from trainer.checkpoint.weights import read_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
 from trainer.config import config_notes, parse_config
@@ -389,12 +389,3 @@ def test_a_plan_refuses_a_checkpoint_or_adapters_that_a_run_refuses(tmp_path: Pa
     os.mkfifo(tmp_path / "adapters" / "adapter_model.safetensors")
     message = failure(lambda: build_plan(adapted))
     assert message == failure(lambda: load_initial_weights(adapted)) and "a pipe" in message and "adapter_id" in message
-
-
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    good, bad = np.ones(4, np.float32), np.array([1, np.nan, 1, 1], np.float32)
-    arrays = {"a": good, "b": good}
-    assert CheckedWeights(arrays, arrays, tmp_path, "", "").read().keys() == arrays.keys()
-    arrays = {"a": good, "b": bad}
-    message = failure(lambda: CheckedWeights(arrays, arrays, tmp_path, "", "").read())
-    assert "the weights are not finite: b has NaN or infinity" in message
