@@ -389,10 +389,11 @@ def test_a_damaged_strategy_is_an_error_and_never_a_wrong_layout(tmp_path: Path)
 
 def test_a_strategy_of_other_names_or_huge_sizes_is_an_error_too(tmp_path: Path) -> None:
     folder = write_rank_folders(tmp_path, converted("qwen3", pynative=False), MATRIX)
-    for path in (tmp_path / "strategy").iterdir():
-        path.write_bytes(path.read_bytes().replace(b"decoder.layers", b"decoder-layers"))
-    message = failure(lambda: load_initial_weights(config_of("qwen3", folder)))
-    assert "in rank_0/model_rank_0-1_4.safetensors has shape" in message
+    parts = ["in rank_0/model_rank_0-1_4.safetensors has shape", "a name that is not UTF-8"]
+    for old, new, part in zip((b"decoder.", b"decoder-"), (b"decoder-", b"decoder\xff"), parts, strict=True):
+        for path in (tmp_path / "strategy").iterdir():
+            path.write_bytes(path.read_bytes().replace(old, new))
+        assert part in failure(lambda: load_initial_weights(config_of("qwen3", folder)))
     huge = SourceLayout((2**40, 2**40), ((1,), (0,)), 0)
     assert huge.place(2**40 + 3, (4, 4)) == ((4, 12), (2**42, 2**42))
 
