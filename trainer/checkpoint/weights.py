@@ -54,6 +54,8 @@ _OF_MODULES = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
 """Ends of the names that only multi-token prediction (MTP) modules have."""
 # Tables that older Hugging Face files contain; here they are computed from the configuration.
 _BUFFERS = (".rotary_emb.inv_freq",)
+_MISTRALS = "consolidated"
+"""How the names of files of Mistral's own program begin."""
 _KEY = "load_checkpoint"
 _TEACHER = "loss.teacher"
 _OTHER_MODULES = "model.mtp_"
@@ -325,12 +327,13 @@ def read_weights(path: Path, *, numbers: bool = True, world: World = SINGLE_PROC
 def _weight_files(path: Path) -> list[Path]:
     """Returns the files of weights that a path names: of a folder those that its index names, as in transformers.
 
-    Published folders may have the weights twice, the second time in files under the names of another program.
+    Published folders may have the weights twice, the second time under the names of Mistral's own program.
     """
     if path.is_file():
         return [path]
     if not (path / INDEX).exists() or (path / "model.safetensors").exists():
-        return sorted(path.glob(f"*{ENDING}"))
+        files = sorted(path.glob(f"*{ENDING}"))
+        return [file for file in files if not file.name.startswith(_MISTRALS)] or files
     try:
         index: _Index = parse_json(read_bytes(path / INDEX), _Index, INDEX)
     except (OSError, JsonError) as error:

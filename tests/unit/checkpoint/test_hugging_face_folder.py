@@ -327,6 +327,10 @@ def test_the_index_of_a_folder_says_which_files_have_its_weights(tmp_path: Path)
     assert "model-2.safetensors" in message and "No such file" in message
     index.write_text("{}")
     assert "model.safetensors.index.json cannot be read: " in failure(lambda: read_weights(tmp_path))
+    index.unlink()
+    assert read_weights(tmp_path).keys() == {"model-1"}
+    (tmp_path / "model-1.safetensors").unlink()
+    assert read_weights(tmp_path).keys() == {"consolidated"}
 
 
 def _pipe(folder: Path, arrays: dict[str, np.ndarray]) -> None:
