@@ -455,15 +455,18 @@ def fallback_fix(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def errors_at(where: str, key: str) -> Iterator[None]:
-    """Gives errors about a checkpoint or weights the location and key of the setting that names it, if they have none.
+def errors_at(where: str, key: str, replaces: bool = False) -> Iterator[None]:
+    """Gives errors about a checkpoint or weights the location and key of the setting that names it.
 
     A fix that names another checkpoint names it with the flag of this key; an empty key is an argument without one.
+
+    Args:
+        replaces: Whether to replace the location of an error that has one.
     """
     try:
         yield
     except UserError as error:
-        if error.where or not (where or key):
+        if (error.where and not replaces) or not (where or key):
             raise
         flag = ""
         if key:

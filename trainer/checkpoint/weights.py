@@ -107,7 +107,7 @@ def check_teacher_files(config: Config) -> None:
     """Raises the UserError of `open_teacher_weights` without reading numbers: files, names, dtypes and shapes alone."""
     teacher = teacher_run(config)
     if teacher is not None:
-        with errors_at(config.source.where(_TEACHER), _TEACHER):
+        with errors_at(config.source.where(_TEACHER), _TEACHER, replaces=True):
             check_files(teacher)
 
 
@@ -120,7 +120,7 @@ def open_teacher_weights(config: Config, world: World = SINGLE_PROCESS) -> Check
     teacher = teacher_run(config)
     assert teacher is not None, "only a distillation has a teacher"
     where = config.source.where(_TEACHER)
-    with errors_at(where, _TEACHER):
+    with errors_at(where, _TEACHER, replaces=True):
         checked = open_initial_weights(teacher, world=world)
     assert checked is not None, "a teacher has a folder"
     return checked._replace(where=where, key=_TEACHER)

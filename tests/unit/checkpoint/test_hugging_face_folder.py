@@ -21,7 +21,7 @@ from tolerances import U_BFLOAT16, U_FLOAT16
 from trainer.checkpoint.adapters import adapter_config, load_initial_weights
 from trainer.checkpoint.hugging_face import class_on_disk, folder_files, parse_size, split_into_files, write_weights
 from trainer.checkpoint.tensor_names import to_disk
-from trainer.checkpoint.weights import read_weights
+from trainer.checkpoint.weights import check_teacher_files, open_teacher_weights, read_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
 from trainer.config import config_notes, parse_config
@@ -374,6 +374,18 @@ train_dataset: {{data_loader: {{type: SyntheticDataset, num_samples: 8}}}}
     message = failure(lambda: build_plan(config))
     assert message == failure(lambda: load_initial_weights(config))
     assert "load_checkpoint" in message and "Fix: " in message
+
+
+def test_errors_of_a_teachers_weights_name_its_key(tmp_path: Path) -> None:
+    described = load_model_case("model_qwen3").metadata["config_as_saved"]
+    (tmp_path / "config.json").write_text(json.dumps(described | {"vocab_size": 300}))
+    config = load(f"{BASE}loss: {{type: distillation, teacher: {tmp_path}}}\n")
+    for files in ({}, {"x": np.ones(3, np.float32)}):
+        if files:
+            save_file(files, tmp_path / "model.safetensors")
+        for check in (check_teacher_files, open_teacher_weights):
+            message = failure(lambda check=check: check(config))
+            assert f": loss.teacher = {str(tmp_path)!r}: the " in message
 
 
 def test_a_plan_refuses_a_checkpoint_or_adapters_that_a_run_refuses(tmp_path: Path) -> None:
