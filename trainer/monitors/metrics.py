@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from trainer.errors import EXIT_SIGTERM, TrainerError
 
 if TYPE_CHECKING:
     from trainer.ops.routing import RouterRates
@@ -192,6 +194,36 @@ def peak_rss_bytes() -> int:
     if sys.platform == "darwin":
         return peak
     return peak * 1024
+
+
+def describe_outcome(summary: RunSummary | None, error: BaseException | None) -> str:
+    """Returns in one line how a run ended: ``finished``, ``stopped early``, ``stopped by SIGTERM``, ``failed: ...``.
+
+    Args:
+        summary: None if the run failed, or a second signal ended it at once.
+        error: What then ended it.
+    """
+    if summary is not None:
+        return summary.outcome
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by SIGINT"
+    if isinstance(error, SystemExit) and error.code == EXIT_SIGTERM:
+        return "stopped by SIGTERM"
+    if error is None:
+        return "failed"
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, TrainerError):
+        text = str(error)
+    return f"failed: {' '.join(text.split())[:300]}"
+
+
+def final_state(outcome: str) -> Literal["finished", "stopped", "failed"]:
+    """Returns the state of a run that ended with an outcome of `describe_outcome`; an early stop is a finished run."""
+    if outcome == "stopped early" or outcome.startswith("finished"):
+        return "finished"
+    if outcome.startswith("stopped"):
+        return "stopped"
+    return "failed"
 
 
 class Totals(Monitor):

@@ -19,12 +19,13 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.read.dump import flatten, plain_values
 from trainer.monitors.files import write_text
-from trainer.monitors.metrics import Monitor, RunInfo
+from trainer.monitors.metrics import Monitor, RunInfo, final_state
 from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.tracking import Tracker, TrackerMonitor
 
 _PROJECT = "run_trainer"
 _MLFLOW_MAX_PARAMETERS = 100  # in one request
+_MLFLOW_MAX_METRICS = 1000
 _MLFLOW_MAX_CHARACTERS = 500  # of one parameter
 
 
@@ -89,8 +90,8 @@ class Wandb(_Service):
         self.save_id(run_id)
 
     def close(self, outcome: str) -> None:
-        """Ends the run of the service."""
-        self.run.finish(exit_code=int(outcome == "failed"))
+        """Ends the run of the service; wandb ends one that is interrupted with 255, which its server calls killed."""
+        self.run.finish(exit_code={"finished": 0, "stopped": 255, "failed": 1}[final_state(outcome)])
 
 
 class Mlflow(_Service):
@@ -123,15 +124,13 @@ class Mlflow(_Service):
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Sends the numbers of a step."""
         now = int(1000 * time.time())
-        self.client.log_batch(self.run, [self.metric(name, value, now, step) for name, value in numbers.items()])
+        metrics = [self.metric(name, value, now, step) for name, value in numbers.items()]
+        for first in range(0, len(metrics), _MLFLOW_MAX_METRICS):
+            self.client.log_batch(self.run, metrics[first : first + _MLFLOW_MAX_METRICS])
 
     def close(self, outcome: str) -> None:
         """Ends the run of the service."""
-        status = "FINISHED"
-        if outcome == "failed":
-            status = "FAILED"
-        elif outcome.startswith("stopped by"):
-            status = "KILLED"
+        status = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[final_state(outcome)]
         self.client.set_terminated(self.run, status)
 
 
@@ -158,10 +157,11 @@ class SwanLab(_Service):
 
     def close(self, outcome: str) -> None:
         """Ends the run of the service."""
-        if outcome == "failed":
-            self.run.finish("crashed", error=outcome)
-        else:
+        state = final_state(outcome)
+        if state == "finished":
             self.run.finish("success")
+        else:
+            self.run.finish({"stopped": "aborted", "failed": "crashed"}[state], error=outcome)
 
 
 SERVICES = {service.name: service for service in (Wandb, Mlflow, SwanLab)}

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics, eval_record, step_record
+from trainer.monitors.metrics import (
+    EvalMetrics,
+    Monitor,
+    RunInfo,
+    RunSummary,
+    StepMetrics,
+    describe_outcome,
+    eval_record,
+    step_record,
+)
 
 _MAX_WAITING = 10_000  # events that wait for a slow tracker; further ones are dropped
 _END_SECONDS = 60.0
@@ -55,7 +65,7 @@ class Tracker:
         """Flushes what is buffered. It is called every few seconds."""
 
     def close(self, outcome: str) -> None:
-        """Closes the tracker. It is called last; `outcome` is that of the summary, or ``failed``."""
+        """Closes the tracker. It is called last; `outcome` is that of `describe_outcome`."""
         raise NotImplementedError
 
 
@@ -101,11 +111,9 @@ class TrackerMonitor(Monitor):
         """Lets the thread empty its queue, and waits at most `_END_SECONDS` for it."""
         if self._thread is None:
             return
-        outcome = "failed"
-        if summary is not None:
-            outcome = summary.outcome
-            if summary.save_wait_seconds:
-                self._put("wait", {"step": summary.last_step, "save_wait_seconds": summary.save_wait_seconds})
+        outcome = describe_outcome(summary, sys.exc_info()[1])
+        if summary is not None and summary.save_wait_seconds:
+            self._put("wait", {"step": summary.last_step, "save_wait_seconds": summary.save_wait_seconds})
         thread = self._thread
         self._thread = None
         deadline = time.monotonic() + _END_SECONDS

@@ -19,6 +19,7 @@ from trainer.config.read.nodes import plain
 from trainer.config.read.yaml_reader import parse_document, read_text
 from trainer.config.schema.fields import Section
 from trainer.errors import UserError
+from trainer.monitors.metrics import final_state
 from trainer.report.curves import Metrics, MetricsReader
 from trainer.report.starts import RUN_FILE, RunStart, read_starts
 from trainer.storage.marker import MARKER
@@ -275,12 +276,7 @@ def _state(starts: tuple[RunStart, ...], updated: float) -> tuple[State, str]:
         return "unknown", ""
     last = starts[-1]
     if last.outcome:
-        kind = last.outcome.partition(" ")[0].rstrip(":")
-        if last.outcome == "stopped early" or kind == "finished":
-            return "finished", last.outcome
-        if kind == "stopped":
-            return "stopped", last.outcome
-        return "failed", last.outcome
+        return final_state(last.outcome), last.outcome
     is_alive = last.is_alive
     if is_alive is None:
         is_alive = time.time() - updated < _SILENT_SECONDS

@@ -18,10 +18,10 @@ from datetime import datetime
 from pathlib import Path
 
 from trainer import __version__
-from trainer.errors import RunError, TrainerError
+from trainer.errors import RunError
 from trainer.input_files import read_bytes
 from trainer.monitors.files import write_text
-from trainer.monitors.metrics import Monitor, RunInfo, RunSummary, StepMetrics
+from trainer.monitors.metrics import Monitor, RunInfo, RunSummary, StepMetrics, describe_outcome
 from trainer.storage.json_files import Count, JsonError, LenientModel, parse_json
 
 RUN_FILE = "run.json"
@@ -117,9 +117,10 @@ class StartMonitor(Monitor):
         """Records how the run ended, also when it failed."""
         if not self._starts:  # the run ended before the first step
             return
-        changes = {"ended": _now(), "outcome": _describe_failure(sys.exc_info()[1]), "end_step": self._step}
+        outcome = describe_outcome(summary, sys.exc_info()[1])
+        changes = {"ended": _now(), "outcome": outcome, "end_step": self._step}
         if summary is not None:
-            changes |= {"outcome": summary.outcome, "peak_rss_bytes": summary.peak_rss_bytes}
+            changes["peak_rss_bytes"] = summary.peak_rss_bytes
         self._starts[-1] = self._starts[-1].model_copy(update=changes)
         with contextlib.suppress(RunError):  # a full disk must not hide how the run ended
             self._write()
@@ -145,16 +146,6 @@ def _new_start(info: RunInfo, device: str, ranks: int) -> RunStart:
         versions=_package_versions(),
         command=[os.fsencode(word).decode(errors="replace") for word in sys.argv],  # JSON stores UTF-8 only
     )
-
-
-def _describe_failure(error: BaseException | None) -> str:
-    """Returns in one line how a failed run ended."""
-    if error is None or isinstance(error, KeyboardInterrupt):
-        return "stopped by SIGINT"
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, TrainerError):
-        text = str(error)
-    return f"failed: {' '.join(text.split())[:300]}"
 
 
 def _now() -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from config_helpers import BASE, error_of, load
 from event_files import read_events
 
 from trainer.config.checks.rules import preflight
-from trainer.errors import UserError
-from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics
-from trainer.monitors.services import tracker_monitors
+from trainer.errors import EXIT_SIGTERM, RunError, UserError
+from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics, Totals
+from trainer.monitors.services import Mlflow, SwanLab, Wandb, tracker_monitors
 from trainer.monitors.tracking import Tracker, TrackerMonitor, flat_numbers
 from trainer.monitors.training_state import TrainingStateRecords
 
@@ -110,6 +111,64 @@ def test_numbers_are_flat_and_finite():
     record = {"loss": 1, "lr": float("nan"), "flag": True, "drop_rate": [0.5, 0.25], "local_norm": {"a.b": 2.0}}
     flat = {"loss": 1.0, "flag": 1.0, "local_norm/a.b": 2.0, "drop_rate/layer_1": 0.5, "drop_rate/layer_3": 0.25}
     assert flat_numbers(record, [1, 3]) == flat
+
+
+SIGNALLED = SystemExit(EXIT_SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("summary", "error", "outcome", "state"),
+    [
+        (Totals().summary("finished", {}), None, "finished", "finished"),
+        (Totals().summary("stopped early", {}), None, "stopped early", "finished"),
+        (Totals().summary("stopped by SIGTERM", {}), None, "stopped by SIGTERM", "stopped"),
+        (None, KeyboardInterrupt(), "stopped by SIGINT", "stopped"),
+        (None, SIGNALLED, "stopped by SIGTERM", "stopped"),
+        (None, RunError("the disk\nis full"), "failed: the disk is full.", "failed"),
+        (None, MemoryError("much"), "failed: MemoryError: much", "failed"),
+    ],
+)
+def test_services_are_told_how_a_run_ended(tmp_path, summary, error, outcome, state):
+    config, told = load(BASE), {}
+
+    class Service:
+        def finish(self, state: object = None, **named: object) -> None:
+            told["it"] = (state, named)
+
+        def set_terminated(self, run: str, status: str) -> None:
+            told["it"] = status
+
+    recorder = Recorder()
+    monitor = TrackerMonitor("it", lambda: recorder, pytest.fail)
+    monitor.on_start(run_info(tmp_path))
+    try:
+        if error is not None:
+            raise error
+    except BaseException:
+        monitor.close(summary)
+    else:
+        monitor.close(summary)
+    assert recorder.told[-1] == outcome
+    expected = {
+        Wandb: (None, {"exit_code": {"finished": 0, "stopped": 255, "failed": 1}[state]}),
+        Mlflow: {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[state],
+        SwanLab: {"finished": ("success", {}), "stopped": ("aborted", {"error": outcome}),
+                  "failed": ("crashed", {"error": outcome})}[state],
+    }  # fmt: skip
+    for kind, ending in expected.items():
+        tracker = kind(config)
+        tracker.run = tracker.client = Service()
+        tracker.close(outcome)
+        assert told["it"] == ending, kind.name
+
+
+def test_mlflow_gets_no_more_than_a_thousand_numbers_in_a_request():
+    sent = []
+    tracker = Mlflow(load(BASE))
+    tracker.run, tracker.metric = "id", lambda name, value, now, step: (name, value, step)
+    tracker.client = SimpleNamespace(log_batch=lambda run, metrics: sent.append(metrics))
+    tracker.log({f"local_norm/{number}": float(number) for number in range(2300)}, 7)
+    assert [len(metrics) for metrics in sent] == [1000, 1000, 300] and sent[2][-1] == ("local_norm/2299", 2299.0, 7)
 
 
 class Log(Tracker):
