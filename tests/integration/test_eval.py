@@ -26,7 +26,7 @@ from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.store import newest_complete
 from trainer.data import IGNORE_INDEX, build_eval_dataset
 from trainer.errors import EXIT_SIGTERM, RunError, UserError
-from trainer.monitors.metrics import Monitor
+from trainer.monitors.metrics import EvalMetrics, Monitor
 from trainer.report.curves import MetricsReader
 from trainer.run.export import export
 from trainer.run.loop import run
@@ -87,6 +87,16 @@ def test_the_loss_is_that_of_the_logits(path: Path, trained: Path, capsys: pytes
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=loss * limit_of(path))
     assert found["load_checkpoint"] == str(trained) and found["seconds"] > 0
     assert f"loss {loss:.4f}, perplexity {math.exp(loss):.4g}" in capsys.readouterr().out
+
+
+def test_numbers_that_are_not_finite_are_null(
+    path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    metrics = EvalMetrics(0, 1, math.nan, math.inf, 8, 0.5, kl=math.inf)
+    monkeypatch.setattr("trainer.run.evaluate.evaluate_on_all_ranks", lambda *arguments, **named: metrics)
+    found = evaluate(path, trained)
+    assert found.pop("load_checkpoint")
+    assert found == {"loss": None, "perplexity": None, "tokens": 8, "seconds": 0.5, "kl": None}
 
 
 def test_it_is_the_one_made_while_training(path: Path, trained: Path) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
@@ -66,11 +66,8 @@ class JsonlMonitor(Monitor):
     def _write(self, record: dict[str, object]) -> None:
         if self._file is None:  # the run has not started, so that the file of an earlier run stays as it is
             return
-        for name, value in record.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record[name] = None
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.write(json.dumps(finite_json(record), allow_nan=False) + "\n")
         except OSError as error:
             raise write_failure(self._path, error, "metrics", "metrics file") from error
 
@@ -96,6 +93,17 @@ class SamplesMonitor(Monitor):
                     file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise write_failure(self._path, error, "samples", "samples file") from error
+
+
+def finite_json(value: Any) -> Any:
+    """Returns a value with None in place of each number that is not finite, which JSON lacks, also within values."""
+    if isinstance(value, Mapping):
+        return {name: finite_json(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def read_metrics_records(path: Path) -> Iterator[MetricsRecord]:

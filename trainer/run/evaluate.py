@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from trainer.errors import EXIT_OK, EXIT_SIGTERM
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
 from trainer.monitors.files import make_folder, write_text
+from trainer.monitors.jsonl import finite_json
 from trainer.monitors.metrics import EvalMetrics, Monitor
 from trainer.run.prepare import local_shard_specs
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _BATCHES_BETWEEN_CHECKS = 32  # batches of a pipeline between two checks for a stop signal
+_NOT_WRITTEN = ("step", "epoch")  # of an evaluation without a training
 
 
 def evaluate_on_all_ranks(
@@ -126,12 +128,6 @@ def _run_evaluation(config: Config, world: World, plan: Plan, console: Monitor) 
     record: dict[str, object] = {"load_checkpoint": config.load_checkpoint}
     if config.adapter_id:
         record["adapter_id"] = config.adapter_id
-    for name in ("loss", "perplexity", "tokens", "seconds"):
-        value = getattr(metrics, name)
-        if value is not None:
-            record[name] = value if math.isfinite(value) else None  # JSON has no infinity and no NaN
-    for name in ("accuracy", "margin", "kl"):
-        if getattr(metrics, name) is not None:
-            record[name] = getattr(metrics, name)
-    write_text(folder / "eval.json", json.dumps(record, indent=1) + "\n")
+    record |= {name: value for name, value in asdict(metrics).items() if name not in _NOT_WRITTEN and value is not None}
+    write_text(folder / "eval.json", json.dumps(finite_json(record), indent=1) + "\n")
     return EXIT_OK

@@ -79,12 +79,14 @@ def test_numbers_that_are_not_finite_are_null_and_the_json_is_valid(tmp_path: Pa
     path = tmp_path / "metrics.jsonl"
     monitor = run_steps(path, 0, 0, close=False)
     monitor.on_step(step_metrics(1, loss=math.nan, global_norm=math.inf, overflow=True, extra={"z": -math.inf}))
-    monitor.on_step(step_metrics(2, global_norm=None))
+    details = {"local_norm": {"a": math.nan, "b": 2.0}, "router_entropy": [0.5, math.inf]}
+    monitor.on_step(step_metrics(2, global_norm=None, details=details))
     monitor.on_eval(EvalMetrics(2, 1, math.nan, math.inf, 64, 0.1))
     monitor.close(None)
     first, second, third = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
     assert first["loss"] is None and first["global_norm"] is None and first["z"] is None and first["overflow"] is True
     assert second["global_norm"] is None and second["loss"] == 3.5
+    assert second["local_norm"] == {"a": None, "b": 2.0} and second["router_entropy"] == [0.5, None]
     assert third["eval_loss"] is None and third["eval_perplexity"] is None
 
 
