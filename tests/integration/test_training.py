@@ -28,7 +28,10 @@ from tolerances import FRESH_LOSS, RATE_NEAR_ZERO, U_BFLOAT16, U_FLOAT16, decode
 from trainer.checkpoint.adapters import load_initial_weights
 from trainer.cli.main import dispatch
 from trainer.config import load_config, parse_config
+from trainer.errors import RunError
 from trainer.models.spec.shapes import parameter_shapes
+from trainer.monitors.jsonl import JsonlMonitor
+from trainer.report.record import read_run
 
 pytestmark = pytest.mark.slow
 
@@ -294,3 +297,14 @@ def test_finetuning_starts_from_weights_in_every_form(home: Path, first_run: tup
     trained = step_records(first_run[0])
     assert tuned[0]["loss"] < trained[0]["loss"] - 1  # the weights are there
     assert (tuned[0]["step"], tuned[0]["epoch"]) == (1, 1)  # and the training is a new one
+
+
+def test_a_file_that_cannot_be_closed_keeps_no_other_from_its_end(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: JsonlMonitor, summary: object) -> None:
+        raise RunError("the disk is full")
+
+    monkeypatch.setattr(JsonlMonitor, "close", fail)
+    path = write_config(home / "unclosed", home / "data", {"runner_config.stop_step": 1})
+    with pytest.raises(RunError, match="the disk is full"):
+        train(path)
+    assert read_run(home / "unclosed" / "output").outcome == "finished"

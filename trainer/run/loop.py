@@ -137,9 +137,10 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
     sampler = None
     if samples_text(config, world, plan.device):
         sampler = Sampler(config)
-    with contextlib.ExitStack() as locks:
+    summary = None
+    with contextlib.ExitStack() as stack:
         if world.rank == 0:
-            locks.enter_context(lock_folder(info.output_dir, config.source.where("output_dir")))
+            stack.enter_context(lock_folder(info.output_dir, config.source.where("output_dir")))
             check_checkpoint_folder(info.output_dir / "checkpoints")
         totals = Totals()
         monitors = [totals, *make_monitors(config, info.output_dir, world, plan.device), *extra_monitors]
@@ -156,18 +157,21 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
             records=TrainingStateRecords(config),
             sampler=sampler,
         )
+
+        def close_monitors() -> None:
+            """Closes them in their order, also if one of them fails."""
+            with contextlib.ExitStack() as closing:
+                for monitor in reversed(monitors):
+                    closing.callback(monitor.close, summary)
+
+        stack.callback(close_monitors)
         progress = _first_progress(job, resumed, notes)
-        summary = None
-        try:
-            for note in notes:
-                job.events.note(note)
-            if _has_nothing_to_do(job, progress):
-                return EXIT_OK
-            exit_code, summary = _train(job, progress, weights, resumed, totals)
-            return exit_code
-        finally:
-            for monitor in monitors:
-                monitor.close(summary)
+        for note in notes:
+            job.events.note(note)
+        if _has_nothing_to_do(job, progress):
+            return EXIT_OK
+        exit_code, summary = _train(job, progress, weights, resumed, totals)
+        return exit_code
 
 
 def _train(
