@@ -194,6 +194,14 @@ def test_a_reward_model_learns_continues_and_scores(path: Path, home: Path, caps
     scores = np.array([each["score"] for each in found])
     assert (scores[::2] > scores[1::2]).mean() >= 0.8
     assert printed[0] == f"[1/16] {completions[0][1]!r}: {scores[0]:.6g}"
+    # With use_ema the moving averages score.
+    averaged = train(path, output_dir=home / "averaged", optimizer__ema_decay=0.9, **flags, **first)
+    words = ["--config", str(averaged / "config.yaml"), "--run_mode", "predict", "--load_checkpoint", str(averaged)]
+    for use_ema in ("false", "true"):
+        flag = ["--use_ema", use_ema, "--predict_data", "a question", "--output_dir", str(home / use_ema)]
+        assert dispatch([*words, *flag]) == 0
+    texts = [(home / use_ema / "predictions.jsonl").read_text() for use_ema in ("false", "true")]
+    assert texts[0] != texts[1]
 
 
 def test_adapters_compare_with_the_base_model(path: Path, home: Path) -> None:

@@ -94,7 +94,7 @@ def read_prompts(config: Config) -> list[Prompt]:
         return [_prompt(config, text, where) for text in texts]
     path = texts[0]
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # JSON may have other line separators in a string
     except (OSError, UnicodeDecodeError) as error:
         rule = f"the file of prompts cannot be read as UTF-8 text ({error})"
         fix = "give a text file with one prompt a line"
@@ -301,8 +301,9 @@ def _score(config: Config, should_stop: Callable[[], bool], world: World, device
             fix = "shorten it, or raise model.model_config.seq_length"
             raise UserError(rule, where=sample.where, key="predict_data", fix=fix)
     weights = load_initial_weights(
-        config, lambda note: print(f"note: {note}", file=sys.stderr), parts=local_shard_specs(config, world)
-    )
+        config, lambda note: print(f"note: {note}", file=sys.stderr), averages=config.use_ema,
+        parts=local_shard_specs(config, world),
+    )  # fmt: skip
     folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     from trainer.run.session import open_session

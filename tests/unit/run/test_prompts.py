@@ -1,0 +1,20 @@
+"""Prompts of run_mode predict: what a line of a file is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from config_helpers import BASE, load
+
+from trainer.run.predict import read_prompts
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path):
+    texts = ["one\u2028still one", "two\x0b and \x85"]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts))
+    prompts = read_prompts(load(BASE, "run_mode=predict", f"predict_data={path}"))
+    assert [(prompt.text, prompt.where) for prompt in prompts] == [
+        (text, f"{path}:{number}") for number, text in enumerate(texts, start=1)
+    ]
