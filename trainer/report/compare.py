@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,10 +108,12 @@ def first_difference(left: Path, right: Path) -> FirstDifference | None:
     for left_record, right_record in itertools.zip_longest(_numbers(left), _numbers(right), fillvalue=ended):
         left_step = left_record["step"]
         right_step = right_record["step"]
-        if left_step < right_step:
-            return FirstDifference(int(left_step), "step", left_step, None)
-        if right_step < left_step:
-            return FirstDifference(int(right_step), "step", None, right_step)
+        if left_step != right_step:
+            earlier = min(left_record, right_record, key=operator.itemgetter("step"))
+            name = next(name for name in ("eval_loss", "step") if name in earlier)  # only one run may have evaluated
+            if earlier is left_record:
+                return FirstDifference(left_step, name, left_record[name], None)
+            return FirstDifference(right_step, name, None, right_record[name])
         for name in _COMPARED_FIELDS:
             if left_record.get(name) != right_record.get(name):
                 return FirstDifference(int(left_step), name, left_record.get(name), right_record.get(name))

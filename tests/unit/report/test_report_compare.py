@@ -61,6 +61,8 @@ def changed(place: int, **changes: object) -> list[dict[str, object]]:
         ([*RECORDS, {"step": 3, "save_wait_seconds": 1.0}], None),
         (RECORDS[1:], FirstDifference(1, "step", 1, None)),
         ([], FirstDifference(1, "step", 1, None)),
+        ([*RECORDS[:2], *RECORDS[3:]], FirstDifference(2, "eval_loss", 2.25, None)),  # both have step 2
+        ([evaluation(0, 4.0), *RECORDS], FirstDifference(0, "eval_loss", None, 4.0)),
     ],
 )
 def test_the_first_difference_of_two_runs(tmp_path, records, expected):
