@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -220,3 +221,12 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     command = f"{sys.executable} {PROGRAM} schema | head -c 20"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("{") and done.stderr == ""
+
+
+def test_a_full_disk_behind_the_output_is_one_message(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as output:
+        done = subprocess.run([sys.executable, PROGRAM, "completion", "bash"], cwd=tmp_path, env=environment,
+                              stdout=output, stderr=subprocess.PIPE, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "error: the output could not be written: [Errno 28] No space left on device.\n"

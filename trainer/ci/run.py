@@ -130,14 +130,14 @@ def _outcome(each: _Running) -> FileOutcome:
         complaints = each.errors.read().decode(errors="replace").strip()
     seconds = time.monotonic() - each.began
     code = each.process.returncode
-    try:
+    values: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
         values = json.loads(printed)
-    except ValueError:
-        text = complaints.removeprefix("error: ") or f"the process ended with exit code {code}"
-        return FileOutcome(each.file, max(code, EXIT_RUN_FAILED), text, {}, seconds)
     problem = str(values.get("problem", ""))
-    if code and not problem:
+    if not values:
+        problem = complaints.removeprefix("error: ")
+    if (code or not values) and not problem:
         problem = f"the process ended with exit code {code}"
-    if code < 0:  # a signal ended it
+    if code != EXIT_BAD_INPUT and (code or not values):  # also of a process that a signal ended
         code = EXIT_RUN_FAILED
     return FileOutcome(each.file, code, problem, values, seconds)

@@ -110,8 +110,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         heartbeat.announce_failure(code)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output went away, as in `| head`: Python shall not try again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # whoever read our output went away, as in `| head`, or the disk is full
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: the output could not be written: {error}.", file=sys.stderr)
+            code = code or EXIT_RUN_FAILED
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python shall not try again at its end
     end_at_next_signal(code)
     sys.exit(code)
 

@@ -265,4 +265,6 @@ def _report_end(run: SweepRun, report_progress: ReportProgress) -> None:
     else:
         lines = (run.folder / _LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         errors = [line for line in lines if line.startswith("error: ")] or lines[-1:] or [f"exit code {run.code}"]
+        if run.code is not None and run.code < 0:
+            errors = [f"ended by {signal.Signals(-run.code).name}"]
         report_progress(f"{run.name}: failed: {errors[-1].removeprefix('error: ')} (see {run.folder / _LOG})")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +14,7 @@ from config_helpers import BASE
 from trainer.ci.files import TrainingFile, find_training_files, is_training_file
 from trainer.ci.plans import FilePlan, PlanRow, plan_with_changes
 from trainer.ci.report import junit_xml, markdown
-from trainer.ci.run import FileOutcome, file_folder, jobs_at_a_time
+from trainer.ci.run import FileOutcome, _outcome, _Running, file_folder, jobs_at_a_time
 from trainer.errors import UserError
 
 NEWER = "training: {steps: 3}\nmodel: {num_hidden_layers: 2}\n"
@@ -73,6 +75,25 @@ def test_what_changed_since_the_commit_in_common(repository: Path):
     assert find_training_files([], "HEAD") == []
     with pytest.raises(UserError, match="flag --against: --against = 'nowhere'"):
         find_training_files([], "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "expected"),
+    [
+        (0, '{"result": "pass"}', (0, "")),
+        (1, '{"problem": "the losses differ"}', (1, "the losses differ")),
+        (2, '{"problem": "no such key"}', (2, "no such key")),
+        (2, "", (2, "complaint")),
+        (0, "", (1, "complaint")),
+        (143, '{"result": "?"}', (1, "the process ended with exit code 143")),  # no exit code of `smoke`
+        (-9, "", (1, "complaint")),
+    ],
+)
+def test_the_outcome_of_a_file(code: int, printed: str, expected: tuple[int, str]):
+    process = SimpleNamespace(returncode=code)
+    texts = io.BytesIO(printed.encode()), io.BytesIO(b"error: complaint\n")
+    outcome = _outcome(_Running(TrainingFile(Path("a.yaml"), None), process, 0, *texts, began=0.0))
+    assert (outcome.exit_code, outcome.problem) == expected
 
 
 def test_the_difference_of_plans(repository: Path):

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.sweep.grid import point_folder_name, points
-from trainer.sweep.run import jobs_for
+from trainer.sweep.run import SweepRun, _report_end, jobs_for
 
 
 def test_every_combination_is_a_run():
@@ -83,3 +83,10 @@ def test_jobs_are_within_the_cores_and_one_on_a_device(monkeypatch):
     for jobs, device in ((0, "CPU"), (2, "Ascend")):
         with pytest.raises(UserError):
             jobs_for(jobs, 4, device)
+
+
+def test_a_run_that_is_killed_is_named_so(tmp_path):
+    (tmp_path / "sweep.log").write_text("step 3/9 | loss 2.5\n")
+    told = []
+    _report_end(SweepRun("lr=1", tmp_path, [], code=-9), told.append)
+    assert told == [f"lr=1: failed: ended by SIGKILL (see {tmp_path / 'sweep.log'})"]
