@@ -7,11 +7,9 @@ import hashlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -19,12 +17,11 @@ from typing import Any, BinaryIO, NamedTuple
 from trainer.ci.files import TrainingFile
 from trainer.device.doctor import available_memory_bytes
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_RUN_FAILED
-from trainer.launch.processes import kill_group, start_session, worker_cores
+from trainer.launch.processes import run_side_by_side, start_session
 
 _COMMAND = (sys.executable, str(Path(__file__).resolve().parents[2] / "run_trainer.py"))
 _RANK_BYTES = 1 << 30
 """Memory of a process of a smoke run; most take 0.6 GiB."""
-_LOOK_SECONDS = 0.1
 
 
 class FileOutcome(NamedTuple):
@@ -42,15 +39,6 @@ class FileOutcome(NamedTuple):
         return {EXIT_OK: "PASS", EXIT_BAD_INPUT: "INVALID"}.get(self.exit_code, "FAIL")
 
 
-class _Running(NamedTuple):
-    file: TrainingFile
-    process: subprocess.Popen
-    place: int
-    output: BinaryIO
-    errors: BinaryIO
-    began: float
-
-
 def smoke_files(
     files: Sequence[TrainingFile], flags: Sequence[str], folder: Path, ranks: int,
     report_progress: Callable[[str], None],
@@ -64,26 +52,22 @@ def smoke_files(
     """
     _hide_from_git(folder)
     jobs = jobs_at_a_time(len(files), ranks, available_memory_bytes(), len(os.sched_getaffinity(0)))
-    waiting = list(files)
-    running: list[_Running] = []
     outcomes: dict[Path, FileOutcome] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                taken = {each.place for each in running}
-                place = next(number for number in range(jobs) if number not in taken)
-                running.append(_start(waiting.pop(0), flags, folder, place, jobs))
-            for each in [each for each in running if each.process.poll() is not None]:
-                running.remove(each)
-                outcome = _outcome(each)
-                outcomes[each.file.path] = outcome
-                first = next(iter(outcome.problem.splitlines()), "")
-                report_progress(f"{outcome.verdict:<7} {each.file.path} ({outcome.seconds:.0f} s) {first}".rstrip())
-            time.sleep(_LOOK_SECONDS)
-    finally:
-        for each in running:
-            each.process.send_signal(signal.SIGTERM)
-            kill_group(each.process.pid)
+    printed: dict[Path, tuple[BinaryIO, BinaryIO]] = {}
+
+    def start(file: TrainingFile, cores: Sequence[int]) -> subprocess.Popen:
+        """Starts `smoke` of a file."""
+        target = folder / file_folder(file.path)
+        command = [*_COMMAND, "smoke", f"--config={file.path}", "--json", *flags, f"--output_dir={target}"]
+        printed[file.path] = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        return start_session(command, os.environ, *printed[file.path])
+
+    with contextlib.closing(run_side_by_side(files, jobs, start)) as ended:
+        for file, code, seconds in ended:
+            outcome = read_outcome(file, code, seconds, *printed[file.path])
+            outcomes[file.path] = outcome
+            first = next(iter(outcome.problem.splitlines()), "")
+            report_progress(f"{outcome.verdict:<7} {file.path} ({seconds:.0f} s) {first}".rstrip())
     return [outcomes[file.path] for file in files]
 
 
@@ -108,28 +92,15 @@ def file_folder(path: Path) -> str:
     return f"{plain[-80:]}-{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
 
 
-def _start(file: TrainingFile, flags: Sequence[str], folder: Path, place: int, jobs: int) -> _Running:
-    target = folder / file_folder(file.path)
-    command = [*_COMMAND, "smoke", f"--config={file.path}", "--json", *flags, f"--output_dir={target}"]
-    output = tempfile.TemporaryFile()
-    errors = tempfile.TemporaryFile()
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, worker_cores(cores, place, jobs))
-    try:
-        process = start_session(command, os.environ, output, errors)
-    finally:
-        os.sched_setaffinity(0, cores)
-    return _Running(file, process, place, output, errors, time.monotonic())
-
-
-def _outcome(each: _Running) -> FileOutcome:
-    with each.output, each.errors:
-        each.output.seek(0)
-        each.errors.seek(0)
-        printed = each.output.read().decode(errors="replace")
-        complaints = each.errors.read().decode(errors="replace").strip()
-    seconds = time.monotonic() - each.began
-    code = each.process.returncode
+def read_outcome(
+    file: TrainingFile, code: int, seconds: float, output: BinaryIO, errors: BinaryIO
+) -> FileOutcome:
+    """Returns the outcome of a file, whose `smoke` ended with this exit code and has printed this."""
+    with output, errors:
+        output.seek(0)
+        errors.seek(0)
+        printed = output.read()
+        complaints = errors.read().decode(errors="replace").strip()
     values: dict[str, Any] = {}
     with contextlib.suppress(ValueError):
         values = json.loads(printed)
@@ -140,4 +111,4 @@ def _outcome(each: _Running) -> FileOutcome:
         problem = f"the process ended with exit code {code}"
     if code != EXIT_BAD_INPUT and (code or not values):  # also of a process that a signal ended
         code = EXIT_RUN_FAILED
-    return FileOutcome(each.file, code, problem, values, seconds)
+    return FileOutcome(file, code, problem, values, seconds)

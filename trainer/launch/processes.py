@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_LOOK_SECONDS = 0.1
+_Item = TypeVar("_Item")
 
 
 class Identity(NamedTuple):
@@ -156,3 +158,41 @@ def worker_cores(cores: Sequence[int], place: int, workers: int) -> list[int]:
     begin = place * len(ordered) // workers
     end = (place + 1) * len(ordered) // workers
     return ordered[begin : max(end, begin + 1)]
+
+
+def run_side_by_side(
+    items: Iterable[_Item], jobs: int, start: Callable[[_Item, list[int]], subprocess.Popen],
+    may_go_on: Callable[[list[subprocess.Popen]], bool] = lambda running: True,
+) -> Generator[tuple[_Item, int, float], None, None]:  # fmt: skip
+    """Runs a process for each item, `jobs` at a time; yields those that end, each with its exit code and seconds.
+
+    Closing the iterator kills the processes that still run.
+
+    Args:
+        start: Starts the process of an item on these cores, which it inherits.
+        may_go_on: Called several times a second with the running processes; returns whether further ones may start.
+    """
+    waiting = list(items)
+    running: dict[int, tuple[_Item, subprocess.Popen, float]] = {}  # by their share of the cores
+    all_cores = os.sched_getaffinity(0)
+    try:
+        while waiting or running:
+            if not may_go_on([process for _, process, _ in running.values()]):
+                waiting.clear()
+            for place in sorted(set(range(jobs)) - running.keys())[: len(waiting)]:
+                cores = worker_cores(list(all_cores), place, jobs)
+                item = waiting.pop(0)
+                began = time.monotonic()
+                os.sched_setaffinity(0, cores)
+                try:
+                    running[place] = item, start(item, cores), began
+                finally:
+                    os.sched_setaffinity(0, all_cores)
+            for place, (item, process, began) in list(running.items()):
+                if process.poll() is not None:
+                    del running[place]
+                    yield item, process.returncode, time.monotonic() - began
+            time.sleep(_LOOK_SECONDS)
+    finally:
+        for _, process, _ in running.values():
+            kill_group(process.pid)

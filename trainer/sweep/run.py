@@ -6,16 +6,16 @@ skips those that are finished.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from trainer.checkpoint.store import newest_complete
 from trainer.cli.flags import Arguments, split_arguments
@@ -23,8 +23,9 @@ from trainer.config import load_config
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.config.read.dump import flatten, plain_values
 from trainer.device.doctor import available_memory_bytes
-from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, UserError
-from trainer.launch.processes import kill_group, start_session, worker_cores
+from trainer.device.stop_signals import EXIT_CODES
+from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
+from trainer.launch.processes import run_side_by_side, start_session
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.report.record import is_run_folder, read_run
 from trainer.run.prepare import PreparedRun, prepare_run
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from trainer.config import Config
 
 _COMMAND = (sys.executable, str(Path(__file__).resolve().parents[2] / "run_trainer.py"))
-_LOOK_SECONDS = 0.2
 _LOG = "sweep.log"
 _MAY_DIFFER = frozenset(("output_dir", "resume_training", "runner_config.stop_step"))
 """Keys with which a run goes on in its folder."""
@@ -50,16 +50,7 @@ class SweepRun:
     arguments: list[str]  # of the command line
     is_done: bool = False
     resumes: bool = False
-    place: int = 0  # which share of the cores it has
-    began: float = 0.0
     code: int | None = None  # exit code
-
-
-class _Running(NamedTuple):
-    """A run and its process."""
-
-    run: SweepRun
-    process: subprocess.Popen
 
 
 def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[SweepRun], Path, str, int]:
@@ -166,17 +157,24 @@ def jobs_for(jobs: int | None, runs: int, device: str, run_bytes: int = 0) -> in
 
 
 class _Stop:
-    """Counts SIGINT and SIGTERM for the runs, to which they are forwarded: the first lets a run save, the second ends
-    it."""
+    """Forwards SIGINT and SIGTERM to the runs: the first lets a run save, the second ends it."""
 
     def __init__(self) -> None:
         self.number = 0
-        self.count = 0
+        self.waiting = 0  # signals that are not forwarded yet
         self.before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
-        self.count += 1
+        self.waiting += 1
+
+    def forward(self, running: list[subprocess.Popen]) -> bool:
+        """Forwards what has come; returns whether no signal ever came, so that further runs may start."""
+        if self.waiting:
+            self.waiting = 0
+            for process in running:
+                process.send_signal(self.number)
+        return not self.number
 
     def close(self) -> None:
         """Restores the previous handlers."""
@@ -189,82 +187,54 @@ def run_sweep(runs: Sequence[SweepRun], jobs: int, report_progress: ReportProgre
 
     Returns the exit code: 0, 1 if a run failed, or 130 or 143 if a signal stopped the sweep, whose runs have saved.
     """
-    waiting = [run for run in runs if not run.is_done]
-    running: list[_Running] = []
+    unfinished = [run for run in runs if not run.is_done]
     for run in runs:
         if run.is_done:
             report_progress(f"{run.name}: is finished already")
-    cores = sorted(os.sched_getaffinity(0))
+
+    def start(run: SweepRun, cores: Sequence[int]) -> subprocess.Popen:
+        """Starts the process of a run."""
+        run.folder.mkdir(parents=True, exist_ok=True)
+        command = [*_COMMAND, *run.arguments]
+        verb = "begins"
+        if run.resumes:
+            command.append("--resume_training=true")
+            verb = "resumes"
+        with (run.folder / _LOG).open("wb") as log:
+            process = start_session(command, os.environ, log)
+        where = f"core {cores[0]}"
+        if len(cores) > 1:
+            where = f"cores {cores[0]} to {cores[-1]}"
+        report_progress(f"{run.name}: {verb} on {where}")
+        return process
+
     stop = _Stop()
-    forwarded = 0
     try:
-        while running or (waiting and not stop.number):
-            while waiting and len(running) < jobs and not stop.number:
-                taken = {each.run.place for each in running}
-                run = waiting.pop(0)
-                run.place = next(number for number in range(jobs) if number not in taken)
-                process = _start(run, worker_cores(cores, run.place, jobs), report_progress)
-                running.append(_Running(run, process))
-            if stop.count > forwarded:
-                forwarded = stop.count
-                for each in running:
-                    each.process.send_signal(stop.number)
-            for each in [each for each in running if each.process.poll() is not None]:
-                running.remove(each)
-                each.run.code = each.process.returncode
-                _report_end(each.run, report_progress)
-            time.sleep(_LOOK_SECONDS)
+        with contextlib.closing(run_side_by_side(unfinished, jobs, start, stop.forward)) as ended:
+            for run, run.code, seconds in ended:
+                report_progress(f"{run.name}: {_end_text(run, seconds)}")
     finally:
-        for each in running:
-            kill_group(each.process.pid)
         stop.close()
     if stop.number:
-        for run in waiting:
-            report_progress(f"{run.name}: was not started; the same command goes on with it")
-        if stop.number == signal.SIGINT:
-            return EXIT_SIGINT
-        return EXIT_SIGTERM
+        for run in unfinished:
+            if run.code is None:
+                report_progress(f"{run.name}: was not started; the same command goes on with it")
+        return EXIT_CODES[signal.Signals(stop.number)]
     if any(run.code for run in runs):
         return EXIT_RUN_FAILED
     return EXIT_OK
 
 
-def _start(run: SweepRun, cores: Sequence[int], report_progress: ReportProgress) -> subprocess.Popen:
-    """Starts the process of a run on these cores, which it inherits from this process."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    command = [*_COMMAND, *run.arguments]
-    verb = "begins"
-    if run.resumes:
-        command.append("--resume_training=true")
-        verb = "resumes"
-    all_cores = os.sched_getaffinity(0)
-    run.began = time.monotonic()
-    os.sched_setaffinity(0, cores)
-    try:
-        with (run.folder / _LOG).open("wb") as log:
-            process = start_session(command, os.environ, log)
-    finally:
-        os.sched_setaffinity(0, all_cores)
-    where = f"core {cores[0]}"
-    if len(cores) > 1:
-        where = f"cores {cores[0]} to {cores[-1]}"
-    report_progress(f"{run.name}: {verb} on {where}")
-    return process
-
-
-def _report_end(run: SweepRun, report_progress: ReportProgress) -> None:
-    seconds = time.monotonic() - run.began
+def _end_text(run: SweepRun, seconds: float) -> str:
     if run.code == EXIT_OK:
-        report_progress(f"{run.name}: finished in {seconds:.0f} s")
-    elif run.code in (EXIT_SIGINT, EXIT_SIGTERM):
+        return f"finished in {seconds:.0f} s"
+    if run.code in EXIT_CODES.values():
         saved = newest_complete(run.folder / "checkpoints")
-        text = "without a checkpoint"
         if saved:
-            text = f"its newest checkpoint is {saved.name}"
-        report_progress(f"{run.name}: stopped, {text}")
-    else:
-        lines = (run.folder / _LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        errors = [line for line in lines if line.startswith("error: ")] or lines[-1:] or [f"exit code {run.code}"]
-        if run.code is not None and run.code < 0:
-            errors = [f"ended by {signal.Signals(-run.code).name}"]
-        report_progress(f"{run.name}: failed: {errors[-1].removeprefix('error: ')} (see {run.folder / _LOG})")
+            return f"stopped, its newest checkpoint is {saved.name}"
+        return "stopped, without a checkpoint"
+    lines = (run.folder / _LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")] or lines[-1:] or [f"exit code {run.code}"]
+    if run.code is not None and run.code < 0:
+        errors = [f"ended by {signal.Signals(-run.code).name}"]
+    return f"failed: {errors[-1].removeprefix('error: ')} (see {run.folder / _LOG})"

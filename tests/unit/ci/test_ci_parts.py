@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -14,7 +13,7 @@ from config_helpers import BASE
 from trainer.ci.files import TrainingFile, find_training_files, is_training_file
 from trainer.ci.plans import FilePlan, PlanRow, plan_with_changes
 from trainer.ci.report import junit_xml, markdown
-from trainer.ci.run import FileOutcome, _outcome, _Running, file_folder, jobs_at_a_time
+from trainer.ci.run import FileOutcome, file_folder, jobs_at_a_time, read_outcome
 from trainer.errors import UserError
 
 NEWER = "training: {steps: 3}\nmodel: {num_hidden_layers: 2}\n"
@@ -90,9 +89,8 @@ def test_what_changed_since_the_commit_in_common(repository: Path):
     ],
 )
 def test_the_outcome_of_a_file(code: int, printed: str, expected: tuple[int, str]):
-    process = SimpleNamespace(returncode=code)
     texts = io.BytesIO(printed.encode()), io.BytesIO(b"error: complaint\n")
-    outcome = _outcome(_Running(TrainingFile(Path("a.yaml"), None), process, 0, *texts, began=0.0))
+    outcome = read_outcome(TrainingFile(Path("a.yaml"), None), code, 1.5, *texts)
     assert (outcome.exit_code, outcome.problem) == expected
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.sweep.grid import point_folder_name, points
-from trainer.sweep.run import SweepRun, _report_end, jobs_for
+from trainer.sweep.run import SweepRun, _end_text, jobs_for
 
 
 def test_every_combination_is_a_run():
@@ -87,6 +87,5 @@ def test_jobs_are_within_the_cores_and_one_on_a_device(monkeypatch):
 
 def test_a_run_that_is_killed_is_named_so(tmp_path):
     (tmp_path / "sweep.log").write_text("step 3/9 | loss 2.5\n")
-    told = []
-    _report_end(SweepRun("lr=1", tmp_path, [], code=-9), told.append)
-    assert told == [f"lr=1: failed: ended by SIGKILL (see {tmp_path / 'sweep.log'})"]
+    text = _end_text(SweepRun("lr=1", tmp_path, [], code=-9), 3.0)
+    assert text == f"failed: ended by SIGKILL (see {tmp_path / 'sweep.log'})"
