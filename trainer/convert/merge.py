@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from trainer.checkpoint.hugging_face import CONFIG, GENERATION, TOKENIZER_FILES, index_json, split_into_files
+from trainer.checkpoint.hugging_face import CONFIG, GENERATION, TOKENIZER_FILES, index_json, split_into_files, write_weights
 from trainer.checkpoint.store import INDEX, errors_at, find_checkpoint, first_of
 from trainer.checkpoint.weights import read_weights
 from trainer.convert.merge_methods import linear, slerp, task_arithmetic, ties
@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.monitors import formatting
 from trainer.monitors.files import make_folder
 from trainer.parallel.sharding import ShardSpec
-from trainer.run.export import SHARD_BYTES, check_output, weight_files, write_atomically, write_bytes, write_weight_file
+from trainer.run.export import SHARD_BYTES, check_output, exported_file, weight_files
 from trainer.storage.interleaved_experts import QUANTIZED
 from trainer.storage.tensor_file import LazyArray, read_shard
 
@@ -86,10 +86,11 @@ def merge(options: MergeOptions) -> str:
     make_folder(options.output)
     written = {*files}
     for name, tensors in files.items():
-        write_atomically(options.output / name, partial(write_weight_file, merged, tensors, options.dtype))
+        with exported_file(options.output / name) as path:
+            write_weights(path, {tensor: merged[tensor] for tensor in tensors}, options.dtype)
     if len(files) > 1:
-        index = index_json(files, merged, options.dtype)
-        write_atomically(options.output / INDEX, partial(write_bytes, index))
+        with exported_file(options.output / INDEX) as path:
+            path.write_bytes(index_json(files, merged, options.dtype))
         written.add(INDEX)
     for path in weight_files(options.output):  # last: the folder may be one of the models
         if path.name not in written:
@@ -182,9 +183,6 @@ def _copy_other_files(model: Path, output: Path) -> Iterator[str]:
         folder = find_checkpoint(model)
     for name in _COPIED:
         if (folder / name).is_file():
-            write_atomically(output / name, partial(_copy, folder / name))
+            with exported_file(output / name) as path:
+                shutil.copyfile(folder / name, path)
             yield name
-
-
-def _copy(source: Path, path: Path) -> None:
-    shutil.copyfile(source, path)

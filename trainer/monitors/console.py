@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -17,88 +17,73 @@ from trainer.monitors.files import write_failure
 from trainer.monitors.live import Eta, FaultTolerantStream, LiveState, NotebookLine, TerminalLine, in_notebook
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics
 
-DetailLines = Callable[[StepMetrics], list[str]]
-"""Returns additional lines that follow the line of a step."""
-
-
-def no_details(metrics: StepMetrics) -> list[str]:
-    """Returns no additional lines."""
-    return []
-
 
 class LineMonitor(Monitor):
     """Prints a line for every ``every``-th step, the first and the last step, and for every other event.
 
-    `write` gets a line without its newline; `release` is called once at the end, for example to close a file.
+    Args:
+        write: Takes a line without its newline.
+        moe_layers: The numbers of the MoE layers whose drop rates follow the line of a step.
+        release: Called once at the end, for example to close a file.
     """
 
     def __init__(
         self, write: Callable[[str], None], step_line: formatting.StepLine = formatting.plain_step, every: int = 1,
-        release: Callable[[], None] | None = None, details: DetailLines = no_details,
+        moe_layers: Sequence[int] = (), release: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._write = write
+        self.write = write
         self._step_line = step_line
-        self._details = details
+        self._moe_layers = moe_layers
         self._release = release
         self._eta = Eta()
         self._every = every
-        self._first_step = 1
-        self._last_step = 0
+        self._always: tuple[int, ...] = ()
 
     def on_start(self, info: RunInfo) -> None:
-        self._first_step = info.start_step + 1
-        self._last_step = info.last_step
-        self._write(formatting.start_line(info))
+        self._always = (info.start_step + 1, info.last_step)
+        self.write(formatting.start_line(info))
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Prints each `per_print_times`-th step, and every step that overflowed."""
         self._eta.add(metrics)
         if self._is_printed(metrics.step) or metrics.overflow:
-            self._write(self._step_line(metrics, self._eta.seconds(metrics)))
-        self._write_details(metrics)
+            self.write(self._step_line(metrics, self._eta.seconds(metrics)))
+        self._write_drop_rates(metrics)
 
     def _is_printed(self, step: int) -> bool:
-        return step % self._every == 0 or step in (self._first_step, self._last_step)
+        return step % self._every == 0 or step in self._always
 
-    def _write_details(self, metrics: StepMetrics) -> None:
-        if self._is_printed(metrics.step):
-            for line in self._details(metrics):
-                self._write(line)
+    def _write_drop_rates(self, metrics: StepMetrics) -> None:
+        if self._moe_layers and self._is_printed(metrics.step):
+            for line in formatting.drop_rate_lines(metrics, self._moe_layers):
+                self.write(line)
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        self._write(formatting.eval_line(metrics))
+        self.write(formatting.eval_line(metrics))
 
     def on_checkpoint(self, path: Path, step: int) -> None:
-        self._write(f"checkpoint of step {step}: {path}")
+        self.write(f"checkpoint of step {step}: {path}")
 
     def on_note(self, text: str) -> None:
-        self._write(f"note: {text}")
-
-    def write_line(self, line: str) -> None:
-        """Prints a line of another monitor."""
-        self._write(line)
+        self.write(f"note: {text}")
 
     def close(self, summary: RunSummary | None) -> None:
         if summary is not None:
             for line in formatting.summary_lines(summary):
-                self._write(line)
-        if self._release is not None:
-            self._release()
-            self._release = None
+                self.write(line)
+        self._release()
 
 
 class ProgressMonitor(LineMonitor):
     """Shows the newest step, or the current activity, in a live line; all other lines are printed above it.
 
-    It must be closed, also after a failure. `line` draws `state`.
+    It must be closed, also after a failure.
     """
 
-    def __init__(
-        self, line: TerminalLine | NotebookLine, state: LiveState, details: DetailLines = no_details, every: int = 1
-    ) -> None:
-        super().__init__(line.print, every=every, details=details)
+    def __init__(self, line: TerminalLine | NotebookLine, every: int = 1, moe_layers: Sequence[int] = ()) -> None:
+        super().__init__(line.print, every=every, moe_layers=moe_layers)
         self._line = line
-        self._state = state
+        self._state = line.state
 
     def on_start(self, info: RunInfo) -> None:
         super().on_start(info)
@@ -110,8 +95,8 @@ class ProgressMonitor(LineMonitor):
         self._state.add(metrics)
         self._line.refresh()
         if metrics.overflow:
-            self._write(f"step {metrics.step}: overflow, update skipped (loss scale {metrics.loss_scale:g})")
-        self._write_details(metrics)
+            self.write(f"step {metrics.step}: overflow, update skipped (loss scale {metrics.loss_scale:g})")
+        self._write_drop_rates(metrics)
 
     def on_activity(self, name: str, done: int = 0, total: int = 0) -> None:
         self._state.set_activity(name, done, total)
@@ -126,7 +111,7 @@ class ProgressMonitor(LineMonitor):
 
 
 def console_monitor(
-    log_format: str, per_print_times: int = 1, stream: TextIO | None = None, details: DetailLines = no_details
+    log_format: str, per_print_times: int = 1, stream: TextIO | None = None, moe_layers: Sequence[int] = ()
 ) -> LineMonitor:
     """Returns the monitor that prints to the user.
 
@@ -140,25 +125,24 @@ def console_monitor(
 
         console = Console(file=cast(TextIO, FaultTolerantStream(stream)))
         if not console.is_dumb_terminal:
-            state = LiveState()
-            terminal_line = TerminalLine(console, state, print_above=stream is sys.stdout)
-            return ProgressMonitor(terminal_line, state, details, per_print_times)
+            line = TerminalLine(console, LiveState(), print_above=stream is sys.stdout)
+            return ProgressMonitor(line, per_print_times, moe_layers)
     if log_format == "rich" and stream is sys.stdout and in_notebook():
-        state = LiveState()
-        return ProgressMonitor(NotebookLine(state), state, details, per_print_times)
+        return ProgressMonitor(NotebookLine(LiveState()), per_print_times, moe_layers)
 
     def write(line: str) -> None:
         # The reader may have closed the pipe, as in `| head`. The run continues, and the log file has all lines.
         with contextlib.suppress(BrokenPipeError):
             print(line, file=stream, flush=True)
 
-    return LineMonitor(write, formatting.STEP_LINES[log_format], per_print_times, details=details)
+    return LineMonitor(write, formatting.STEP_LINES[log_format], per_print_times, moe_layers)
 
 
-def worker_log_monitor(
-    path: Path, log_format: str, every: int = 1, details: DetailLines = no_details, *, replaces: bool = True
-) -> LineMonitor:
-    """Returns a monitor that writes the lines of ``log_format``, without times, to a worker's log file.
+def log_file_monitor(
+    path: Path, every: int = 1, moe_layers: Sequence[int] = (), *,
+    step_line: formatting.StepLine = formatting.plain_step, stamp: str = "%Y-%m-%d %H:%M:%S ", replaces: bool = False,
+) -> LineMonitor:  # fmt: skip
+    """Returns a monitor that writes lines to a file, each after the date and time in the format `stamp`.
 
     Args:
         replaces: Whether to replace an existing file; otherwise lines are appended.
@@ -166,22 +150,10 @@ def worker_log_monitor(
     Raises:
         RunError: The file cannot be opened or written.
     """
-    if replaces:
-        path.unlink(missing_ok=True)
-    return log_file_monitor(path, every, details, step_line=formatting.STEP_LINES[log_format], stamp="")
-
-
-def log_file_monitor(
-    path: Path, every: int = 1, details: DetailLines = no_details, *,
-    step_line: formatting.StepLine = formatting.plain_step, stamp: str = "%Y-%m-%d %H:%M:%S ",
-) -> LineMonitor:  # fmt: skip
-    """Returns a monitor that appends lines to a file, each after the date and time in the format `stamp`.
-
-    Raises:
-        RunError: The file cannot be opened or written.
-    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if replaces:
+            path.unlink(missing_ok=True)
         log = path.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
         raise write_failure(path, error, "the log", "log file") from error
@@ -197,4 +169,4 @@ def log_file_monitor(
         with contextlib.suppress(OSError):
             log.close()
 
-    return LineMonitor(write, step_line, every, release, details)
+    return LineMonitor(write, step_line, every, moe_layers, release)

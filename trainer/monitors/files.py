@@ -25,31 +25,38 @@ def make_folder(folder: Path, where: str = "") -> None:
         raise UserError(rule, where=where, key="output_dir", value=str(folder), fix=fix) from error
 
 
-def unfinished_file(path: Path) -> Path:
-    """Returns where to write a file that is then moved into place; removes what an interrupted write has left there.
+@contextlib.contextmanager
+def atomic_file(path: Path, *, flushed: bool = False) -> Iterator[Path]:
+    """Yields where to write a file, which takes the place of an older one when the block ends, or else disappears.
+
+    Args:
+        flushed: Whether to flush the file to the disk before it is in its place.
 
     Raises:
-        OSError: It cannot be removed.
+        OSError: It cannot be written.
     """
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.unlink(missing_ok=True)
-    return unfinished
+    unfinished.unlink(missing_ok=True)  # of an interrupted write
+    try:
+        yield unfinished
+        if flushed:
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file and moves it into place, so that an older file is replaced completely or stays.
+    """Writes a file completely or not at all.
 
     Raises:
         RunError: The disk is full or cannot be written.
     """
     try:
-        unfinished = unfinished_file(path)
-        try:
+        with atomic_file(path) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise write_failure(path, error) from error
 

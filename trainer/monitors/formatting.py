@@ -126,20 +126,16 @@ def _scientific(number: float) -> str:
     return re.sub(r"(?<=\.\d)(\d*?)0+e", r"\1e", f"{number:.7e}")
 
 
-def drop_rate_lines(layers: Sequence[int]) -> Callable[[StepMetrics], list[str]]:
-    """Returns a function that formats the drop rates of a step as MindSpore Transformers does, a line per MoE layer.
+def drop_rate_lines(metrics: StepMetrics, layers: Sequence[int]) -> list[str]:
+    """Formats the drop rates of a step as MindSpore Transformers does, a line per MoE layer.
 
     Args:
         layers: The numbers of the MoE layers; MTP modules continue after the last layer.
     """
-
-    def lines(metrics: StepMetrics) -> list[str]:
-        rates = metrics.details.get(DROP_RATE)  # missing in a step without a loss token
-        if not isinstance(rates, list):
-            return []
-        return [f"layer: {layer}, drop_rate: {rate:.5f}" for layer, rate in zip(layers, rates, strict=True)]
-
-    return lines
+    rates = metrics.details.get(DROP_RATE)  # missing in a step without a loss token
+    if not isinstance(rates, list):
+        return []
+    return [f"layer: {layer}, drop_rate: {rate:.5f}" for layer, rate in zip(layers, rates, strict=True)]
 
 
 def eval_line(metrics: EvalMetrics) -> str:

@@ -9,38 +9,44 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
 from trainer.errors import RunError
-from trainer.monitors.files import unfinished_file, write_failure
+from trainer.monitors.files import atomic_file, write_failure
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics, eval_record, step_record
 
+SAMPLES_FILE = "samples.jsonl"
 MetricsRecord: TypeAlias = dict[str, Any]
 """A line of metrics.jsonl, which has at least an integer `step`."""
 
 
 class JsonlMonitor(Monitor):
-    """Writes metrics.jsonl.
+    """Writes metrics.jsonl, and samples.jsonl beside it once there are samples.
 
-    A new run renames an older file; a resumed run continues it after the step that it resumes from. Every line reaches
+    A new run renames older files; a resumed run continues them after the step that it resumes from. Every line reaches
     the operating system at once, so that a killed run leaves all its steps.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._samples = path.with_name(SAMPLES_FILE)
         self._file: TextIO | None = None
 
     def on_start(self, info: RunInfo) -> None:
         """Opens the file: a resumed run continues it, a new run renames an old one."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _continue_or_rename(self._path, info)
+            for path in (self._path, self._samples):
+                if info.start_step > 0:
+                    cut_after(path, info.start_step)
+                else:
+                    rename_old_metrics(path)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
-            raise write_failure(self._path, error, "metrics", "metrics file") from error
+            path = Path(error.filename or self._path)
+            raise write_failure(path, error, "metrics", "metrics file") from error
         if info.restarted:
             self._write({"step": info.start_step, "restart": info.restarted})
 
@@ -51,7 +57,15 @@ class JsonlMonitor(Monitor):
         self._write(eval_record(metrics))
 
     def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
+        """Appends a line of JSON for each prompt to samples.jsonl, and their time to metrics.jsonl."""
         self._write({"step": step, "sample_seconds": seconds})
+        try:
+            # A prompt that is not UTF-8 has lone surrogates; as backslash escapes they are valid JSON.
+            with self._samples.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                for prompt, text in samples:
+                    file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise write_failure(self._samples, error, "samples", "samples file") from error
 
     def close(self, summary: RunSummary | None) -> None:
         if summary is not None and summary.save_wait_seconds:  # no step follows the last checkpoint, to report it
@@ -72,29 +86,6 @@ class JsonlMonitor(Monitor):
             raise write_failure(self._path, error, "metrics", "metrics file") from error
 
 
-class SamplesMonitor(Monitor):
-    """Writes samples.jsonl. A new run renames an older file; a run without samples creates none."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_start(self, info: RunInfo) -> None:
-        try:
-            _continue_or_rename(self._path, info)
-        except OSError as error:
-            raise write_failure(self._path, error, "samples", "samples file") from error
-
-    def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
-        """Appends a line of JSON for each prompt."""
-        try:
-            # A prompt that is not UTF-8 has lone surrogates; as backslash escapes they are valid JSON.
-            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                for prompt, text in samples:
-                    file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise write_failure(self._path, error, "samples", "samples file") from error
-
-
 def finite_json(value: Any) -> Any:
     """Returns a value with None in place of each number that is not finite, which JSON lacks, also within values."""
     if isinstance(value, Mapping):
@@ -112,13 +103,6 @@ def read_metrics_records(path: Path) -> Iterator[MetricsRecord]:
         yield from filter(None, map(parse_line, lines))
 
 
-def _continue_or_rename(path: Path, info: RunInfo) -> None:
-    if info.start_step > 0:
-        cut_after(path, info.start_step)
-    else:
-        rename_old_metrics(path)
-
-
 def cut_after(path: Path, step: int) -> None:
     """Removes the lines after ``step``, because a resumed run writes them again. The file is replaced atomically.
 
@@ -127,15 +111,15 @@ def cut_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    shortened = unfinished_file(path)
-    with path.open(encoding="utf-8", errors="replace") as lines, shortened.open("w", encoding="utf-8") as kept:
+    with (
+        atomic_file(path, flushed=True) as shortened,
+        path.open(encoding="utf-8", errors="replace") as lines,
+        shortened.open("w", encoding="utf-8") as kept,
+    ):
         for line in lines:
             record = parse_line(line)
             if record is not None and record["step"] <= step:
                 kept.write(line)
-        kept.flush()
-        os.fsync(kept.fileno())
-    os.replace(shortened, path)
 
 
 def rename_old_metrics(path: Path) -> Path | None:

@@ -17,7 +17,6 @@ from trainer.monitors.metrics import RunInfo, StepMetrics
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.progress_bar import ProgressBar
 
 REFRESHES_PER_SECOND = 4
 NOTEBOOK_COLUMNS = 100
@@ -117,12 +116,14 @@ class LiveState:
         """Returns whether no step has ended."""
         return self._newest is None
 
-    def fields(self) -> Iterator[StatusField]:
-        """Yields all fields of the line in their order, without the bar."""
+    def fields(self, bar_columns: int) -> Iterator[StatusField]:
+        """Yields all fields of the line in their order. A field of `bar_columns` spaces stands for the bar."""
         metrics = self._newest
         info = self._info
         if info is not None:
             yield StatusField(_STEP, f"step {self._step:>{len(str(info.last_step))}}/{info.last_step}", "")
+            if bar_columns:
+                yield StatusField(_BAR, " " * bar_columns)
         name, done, total = self._activity
         if name:
             progress = ""
@@ -150,38 +151,28 @@ class LiveState:
             steps = info.last_step - info.start_step
             yield StatusField(_MORE, f"{metrics.step - info.start_step}/{steps} in this run")
 
-    def bar(self, columns: int) -> ProgressBar:
-        """Returns a progress bar over the steps of this run, with this number of columns."""
-        from rich.progress_bar import ProgressBar
-
-        assert self._info is not None, "a line has a bar once the run has started"
-        first = self._info.start_step
-        return ProgressBar(max(1, self._info.last_step - first), self._step - first, columns, complete_style="cyan")
-
     def fit_fields(self, columns: int) -> list[StatusField]:
-        """Returns the fields that fit into this number of columns. A field of spaces stands for the bar."""
-        fields = list(self.fields())
-        bar_columns = next((length for minimum, length in _BARS.items() if columns >= minimum), 0)
-        if self._info is not None and bar_columns:
-            fields.insert(1, StatusField(_BAR, " " * bar_columns))
+        """Returns the fields that fit into this number of columns."""
+        fields = list(self.fields(next((length for minimum, length in _BARS.items() if columns >= minimum), 0)))
         # The last column stays empty: some terminals wrap a line that fills all of them.
         while fields and sum(len(field.text) + _GAP for field in fields) - _GAP >= columns:
-            lowest = max(field.priority for field in fields)
-            del fields[max(place for place, field in enumerate(fields) if field.priority == lowest)]
+            fields.remove(max(reversed(fields), key=lambda field: field.priority))
         return fields
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        fields = self.fit_fields(options.max_width)
-        grid = Table.grid(*("" for _ in fields), padding=(0, _GAP, 0, 0))
         cells: list[ProgressBar | Text] = []
-        for field in fields:
-            if field.priority == _BAR:
-                cells.append(self.bar(len(field.text)))
+        for field in self.fit_fields(options.max_width):
+            if field.priority == _BAR and self._info is not None:
+                first = self._info.start_step
+                steps = max(1, self._info.last_step - first)
+                cells.append(ProgressBar(steps, self._step - first, len(field.text), complete_style="cyan"))
             else:
                 cells.append(Text(field.text, field.style))
+        grid = Table.grid(padding=(0, _GAP, 0, 0))
         grid.add_row(*cells)
         yield grid
 
@@ -197,7 +188,7 @@ class TerminalLine:
         from rich.live import Live
 
         self._console = console
-        self._state = state
+        self.state = state
         self._live = Live(
             state, console=console, refresh_per_second=REFRESHES_PER_SECOND, redirect_stdout=print_above,
             redirect_stderr=print_above,
@@ -222,7 +213,7 @@ class TerminalLine:
 
     def stop(self) -> None:
         """Stops drawing; the last state stays on the terminal if there was a step."""
-        self._live.transient = self._state.is_empty
+        self._live.transient = self.state.is_empty
         self._live.stop()
 
 
@@ -251,7 +242,7 @@ class NotebookLine:
     """Draws the line in the output of a notebook's cell, from the thread that runs it."""
 
     def __init__(self, state: LiveState) -> None:
-        self._state = state
+        self.state = state
         self._display: Any = None
         self._drawn_at = 0.0
 
@@ -279,7 +270,7 @@ class NotebookLine:
 
     def _content(self) -> dict[str, str]:
         self._drawn_at = time.monotonic()
-        fields = self._state.fit_fields(NOTEBOOK_COLUMNS)
+        fields = self.state.fit_fields(NOTEBOOK_COLUMNS)
         return {"text/plain": (" " * _GAP).join(field.text for field in fields if field.priority != _BAR)}
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.monitors.files import unfinished_file
+from trainer.monitors.files import atomic_file
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
 from trainer.report.record import RunData, clip_norm, loss_title
@@ -68,9 +67,8 @@ def draw_report(record: RunData, path: Path) -> bool:
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes a figure as PNG and moves it into place. Raises OSError if it cannot be written."""
-    unfinished = unfinished_file(path)
-    figure.savefig(unfinished, format="png")
-    os.replace(unfinished, path)
+    with atomic_file(path) as unfinished:
+        figure.savefig(unfinished, format="png")
 
 
 def draw_figure(record: RunData) -> Figure | None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SAMPLES_FILE = "samples.jsonl"
+from trainer.monitors.jsonl import SAMPLES_FILE
+
 PREDICTIONS_FILE = "predictions.jsonl"
 
 

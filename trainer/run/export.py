@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,9 +35,8 @@ from trainer.input_files import require_new
 from trainer.models.spec.adapters import adapted_matrices, factors_text
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.monitors import formatting
-from trainer.monitors.files import make_folder, write_failure
+from trainer.monitors.files import atomic_file, make_folder, write_failure
 from trainer.storage.marker import MARKER
-from trainer.storage.tensor_file import ArrayOrLazyArray
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -126,9 +123,11 @@ def export(
         for path in weight_files(folder):  # an earlier export may have had other shards
             path.unlink()
     for name, tensors in files.items():
-        write_atomically(folder / name, partial(write_weight_file, weights, tensors, dtype))
+        with exported_file(folder / name) as path:
+            write_weights(path, {tensor: weights[tensor] for tensor in tensors}, dtype)
     for name, content in other_files.items():
-        write_atomically(folder / name, partial(write_bytes, content))
+        with exported_file(folder / name) as path:
+            path.write_bytes(content)
     notes += _class_notes(config, weights)
     path = output
     if not is_file and len(files) == 1:
@@ -283,26 +282,15 @@ def weight_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("model*")) if path.name == INDEX or _WEIGHTS.fullmatch(path.name)]
 
 
-def write_weight_file(weights: Mapping[str, ArrayOrLazyArray], names: Sequence[str], dtype: str, path: Path) -> None:
-    """Writes some of the weights as a safetensors file."""
-    write_weights(path, {name: weights[name] for name in names}, dtype)
+@contextlib.contextmanager
+def exported_file(path: Path) -> Iterator[Path]:
+    """Yields where to write a file of an export, which is flushed to the disk and then in its place.
 
-
-def write_bytes(content: bytes, path: Path) -> None:
-    """Writes a file; the path is the last argument, as `write_atomically` calls it."""
-    path.write_bytes(content)
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a file completely or not at all: under another name, flushed to the disk, then renamed."""
-    unfinished = path.with_name(f".tmp-{path.name}")
+    Raises:
+        RunError: It cannot be written.
+    """
     try:
-        write(unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        with atomic_file(path, flushed=True) as unfinished:
+            yield unfinished
     except OSError as error:
         raise write_failure(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)

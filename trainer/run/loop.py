@@ -26,10 +26,10 @@ from trainer.config.checks.parallel import resolve_for_job
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
-from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
+from trainer.monitors.console import console_monitor, log_file_monitor
 from trainer.monitors.files import lock_folder, write_text
-from trainer.monitors.formatting import drop_rate_lines
-from trainer.monitors.jsonl import JsonlMonitor, SamplesMonitor
+from trainer.monitors.formatting import STEP_LINES
+from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import Monitor, RunInfo, RunSummary, Totals
 from trainer.monitors.services import tracker_monitors
 from trainer.monitors.training_state import TrainingStateLog, TrainingStateRecords
@@ -39,7 +39,6 @@ from trainer.parallel.world import World, world_from_environment
 from trainer.plan.ascend import samples_text
 from trainer.plan.render import plan_text
 from trainer.report.monitor import ReportMonitor
-from trainer.report.samples import SAMPLES_FILE
 from trainer.report.starts import StartMonitor
 from trainer.run.evaluate import run_evaluation
 from trainer.run.generation import Sampler
@@ -361,25 +360,26 @@ def make_monitors(config: Config, folder: Path, world: World, device: str) -> li
     """Returns the monitors of a rank: each rank has a log file; rank 0 has the console, the metrics and the report."""
     rank = world.rank
     every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
-    details = no_details
+    layers: Sequence[int] = ()
     if watches_drop_rate(config):
-        details = drop_rate_lines(config.decoder.moe_layers)
-    lines = [log_file_monitor(folder / "logs" / f"rank-{rank}.log", every, details)]
+        layers = config.decoder.moe_layers
+    lines = [log_file_monitor(folder / "logs" / f"rank-{rank}.log", every, layers)]
     if config.worker_log_dir is not None:
         path = Path(config.worker_log_dir).expanduser() / f"worker_{rank}.log"
-        lines.append(worker_log_monitor(path, config.log_format, every, details, replaces=not config.resume_training))
+        step_line = STEP_LINES[config.log_format]
+        replaces = not config.resume_training
+        lines.append(log_file_monitor(path, every, layers, step_line=step_line, stamp="", replaces=replaces))
     if rank > 0:
         return [*lines]
-    console = console_monitor(config.log_format, every, details=details)
+    console = console_monitor(config.log_format, every, moe_layers=layers)
     lines.insert(0, console)
     monitors: list[Monitor] = tracker_monitors(config, Events(lines).note)  # a tracker may end with a note for `lines`
     monitors += lines
     monitors.append(JsonlMonitor(folder / "metrics.jsonl"))
-    monitors.append(SamplesMonitor(folder / SAMPLES_FILE))
     monitors.append(StartMonitor(folder, device, world.size))
     state = TrainingStateRecords(config)
     if state.has_records("log"):
-        monitors += [TrainingStateLog(state, monitor.write_line) for monitor in lines]
+        monitors += [TrainingStateLog(state, monitor.write) for monitor in lines]
     if config.report:
         # It reads the files of the other monitors, which must be closed before it.
         monitors.append(ReportMonitor(folder, console.on_note, config.report_interval))

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from trainer.data.tokens.encode import encode_samples
 from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_SIGTERM, UserError
 from trainer.launch import heartbeat
-from trainer.monitors.files import make_folder, unfinished_file, write_failure
+from trainer.monitors.files import atomic_file, make_folder, write_failure
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.run.generation import (
     context_length,
@@ -391,11 +390,12 @@ def _predict_together(
 def write_records(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields a function that writes a record to a file of JSON lines; the file is in its place when the block ends."""
     try:
-        unfinished = unfinished_file(path)
         # A prompt that is not UTF-8 has lone surrogates; as backslash escapes they are valid JSON.
-        with unfinished.open("w", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
+        with (
+            atomic_file(path) as unfinished,
+            unfinished.open("w", encoding="utf-8", errors="backslashreplace", buffering=1) as file,
+        ):
             yield lambda record: print(json.dumps(record, ensure_ascii=False), file=file)
-        os.replace(unfinished, path)
     except BrokenPipeError:
         raise  # it is standard output that was closed, not the file
     except OSError as error:

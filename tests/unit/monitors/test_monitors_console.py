@@ -308,7 +308,7 @@ def test_eta_has_a_share_of_the_pauses_so_far() -> None:
 @pytest.mark.parametrize("columns", [40, 60, 200])
 def test_the_live_monitor_prints_the_other_events(columns: int) -> None:
     stream, state = io.StringIO(), LiveState()
-    monitor = ProgressMonitor(TerminalLine(Console(file=stream, width=columns), state), state)
+    monitor = ProgressMonitor(TerminalLine(Console(file=stream, width=columns), state))
     monitor.on_step(step_metrics(7, overflow=True, loss_scale=512.0))
     monitor.on_checkpoint(Path("o/checkpoints/step-00000007"), 7)
     totals = Totals()

@@ -41,13 +41,12 @@ def test_the_fields_of_a_step() -> None:
 
 
 def test_the_lines_have_mindspore_transformers_form() -> None:
-    lines = drop_rate_lines(COUNTS.layers)
-    assert lines(step_metrics(1, details=routing_details(COUNTS))) == [
+    assert drop_rate_lines(step_metrics(1, details=routing_details(COUNTS)), COUNTS.layers) == [
         "layer: 1, drop_rate: 0.00000",
         "layer: 2, drop_rate: 0.25000",
         "layer: 4, drop_rate: 0.75000",
     ]
-    assert lines(step_metrics(1)) == [], "a step that saw no token"
+    assert drop_rate_lines(step_metrics(1), COUNTS.layers) == [], "a step that saw no token"
 
 
 def steps_of_lines(text: str) -> list[int]:
@@ -65,9 +64,8 @@ def steps_of_lines(text: str) -> list[int]:
 def test_console_and_log_print_them_at_the_interval_of_steps(
     log_format: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    details = drop_rate_lines(COUNTS.layers)
     log = tmp_path / "rank-0.log"
-    for monitor in (console_monitor(log_format, 2, details=details), log_file_monitor(log, 2, details)):
+    for monitor in (console_monitor(log_format, 2, moe_layers=COUNTS.layers), log_file_monitor(log, 2, COUNTS.layers)):
         monitor.on_start(run_info(total_steps=5, last_step=5))
         for step in range(1, 6):
             # A step that overflowed has its line out of turn, without the layers.
@@ -85,7 +83,7 @@ def test_the_live_line_has_them_above() -> None:
     from rich.console import Console
 
     console, state = Console(file=StringIO(), force_terminal=True, width=200), LiveState()
-    monitor = ProgressMonitor(TerminalLine(console, state), state, drop_rate_lines(COUNTS.layers), 2)
+    monitor = ProgressMonitor(TerminalLine(console, state), 2, COUNTS.layers)
     monitor.on_start(run_info(total_steps=4, last_step=4))
     for step in range(1, 5):
         extra, details = {"aux_loss": 1.0625, "mtp_loss": 5.5}, routing_details(COUNTS)
