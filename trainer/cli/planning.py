@@ -76,11 +76,10 @@ def _plan(
         flag = "flag --max_device_memory"
         context.obj.overrides.append(Override("context.max_device_memory", max_device_memory, flag))
     if search:
-        from trainer.cli.searching import SearchOptions, search_layouts
+        from trainer.cli.searching import search_layouts
 
-        is_written = ranks is None and local_ranks is None and world == SINGLE_PROCESS
-        options_of_search = SearchOptions(write, force, check, measured, is_written)
-        return search_layouts(context.obj, world, json_, options_of_search)
+        takes_ranks_of_file = ranks is None and local_ranks is None and world == SINGLE_PROCESS
+        return search_layouts(context.obj, world, json_, write, force, check, measured, takes_ranks_of_file)
     values = {"--write": write, "--check": check or None, "--measured": measured, "--force": force or None}
     for flag, value in values.items():
         if value is not None:

@@ -7,7 +7,7 @@ import functools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from trainer.cli.loading import gc_disabled, load_file
 from trainer.errors import EXIT_OK, UserError
@@ -21,26 +21,18 @@ if TYPE_CHECKING:
     from trainer.plan.search.search import Candidate, LayoutSearch
 
 
-class SearchOptions(NamedTuple):
-    """The flags of a search.
+def search_layouts(
+    arguments: Arguments, world: World, json_: bool, output: Path | None, force: bool, check: int,
+    measured: Path | None, takes_ranks_of_file: bool,
+) -> int:  # fmt: skip
+    """Searches and prints the result; returns an exit code.
 
-    Attributes:
-        write: Where to write the file with the best layout.
+    Args:
+        output: Where to write the file with the best layout.
         force: Whether to replace a file that is there.
         check: How many of the best layouts to try in a dry run.
         measured: The step times of runs.
         takes_ranks_of_file: Whether to search on the ranks that the file is written for.
-    """
-
-    write: Path | None
-    force: bool
-    check: int
-    measured: Path | None
-    takes_ranks_of_file: bool
-
-
-def search_layouts(arguments: Arguments, world: World, json_: bool, options: SearchOptions) -> int:
-    """Searches and prints the result; returns an exit code.
 
     Raises:
         UserError: The file has errors, no layout fits, or a file cannot be read or written.
@@ -53,28 +45,28 @@ def search_layouts(arguments: Arguments, world: World, json_: bool, options: Sea
     from trainer.run.plan_file import open_search, world_from_degrees
     from trainer.tables import print_fitting, print_sections
 
-    if options.check < 0:
+    if check < 0:
         fix = "write --check 3 for the best three"
-        raise UserError("must be at least 0", where="flag --check", key="--check", value=options.check, fix=fix)
+        raise UserError("must be at least 0", where="flag --check", key="--check", value=check, fix=fix)
     write = None
-    if options.write is not None:
-        write = _writable(options.write, options.force)
+    if output is not None:
+        write = _writable(output, force)
     with gc_disabled():
         config = load_file(arguments)
-        if options.takes_ranks_of_file:
+        if takes_ranks_of_file:
             world = world_from_degrees(config, world)
         search = open_search(config, world, planned_device(config))
         corrections = None
-        if options.measured is not None:
-            measurements = read_measurements(user_path(options.measured, "flag --measured"))
+        if measured is not None:
+            measurements = read_measurements(user_path(measured, "flag --measured"))
             corrections = corrected_rates(search, measurements)
             search = dataclasses.replace(search, rates=corrections.rates)
         result = search.run()
     if not result.candidates:
         raise search.nothing_fits(result)
-    if options.check:
+    if check:
         best = shown_candidates(result.candidates)
-        for candidate in best[: options.check]:
+        for candidate in best[:check]:
             result.candidates[result.candidates.index(candidate)] = _dry_run(search, config, candidate)
     if write is not None:
         best = shown_candidates(result.candidates)[0]

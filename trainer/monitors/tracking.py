@@ -6,6 +6,7 @@ in one note, and the run continues without it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import sys
@@ -25,7 +26,7 @@ from trainer.monitors.metrics import (
     step_record,
 )
 
-_MAX_WAITING = 10_000  # events that wait for a slow tracker; further ones are dropped
+_MAX_WAITING = 10_000  # calls that wait for a slow tracker; further ones are dropped
 _END_SECONDS = 60.0
 _FLUSH_SECONDS = 5.0
 
@@ -52,15 +53,6 @@ class Tracker:
         fields = {name: value for name, value in step_record(metrics).items() if name != "step"}
         self.log(flat_numbers(fields, self.layers), metrics.step)
 
-    def evaluation(self, metrics: EvalMetrics) -> None:
-        """Stores an evaluation."""
-        record = eval_record(metrics)
-        self.log(flat_numbers({name: record[name] for name in record if name.startswith("eval_")}), metrics.step)
-
-    def wait(self, record: Mapping[str, float]) -> None:
-        """Stores a pause of the training: the `step` before it, and its seconds under a name of metrics.jsonl."""
-        self.log(flat_numbers({name: value for name, value in record.items() if name != "step"}), int(record["step"]))
-
     def flush(self) -> None:
         """Flushes what is buffered. It is called every few seconds."""
 
@@ -84,7 +76,7 @@ class TrackerMonitor(Monitor):
         self._make = make
         self._note = note
         self._every = every
-        self._events: queue.Queue[tuple[str, Any]] = queue.Queue(_MAX_WAITING)
+        self._calls: queue.Queue[tuple[Any, ...]] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._dropped = 0
@@ -102,10 +94,11 @@ class TrackerMonitor(Monitor):
             self._put("step", metrics)
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        self._put("evaluation", metrics)
+        numbers = {name: value for name, value in eval_record(metrics).items() if name.startswith("eval_")}
+        self._put("log", flat_numbers(numbers), metrics.step)
 
     def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
-        self._put("wait", {"step": step, "sample_seconds": seconds})
+        self._put("log", {"sample_seconds": seconds}, step)
 
     def close(self, summary: RunSummary | None) -> None:
         """Lets the thread empty its queue, and waits at most `_END_SECONDS` for it."""
@@ -113,13 +106,13 @@ class TrackerMonitor(Monitor):
             return
         outcome = describe_outcome(summary, sys.exc_info()[1])
         if summary is not None and summary.save_wait_seconds:
-            self._put("wait", {"step": summary.last_step, "save_wait_seconds": summary.save_wait_seconds})
+            self._put("log", {"save_wait_seconds": summary.save_wait_seconds}, summary.last_step)
         thread = self._thread
         self._thread = None
         deadline = time.monotonic() + _END_SECONDS
         while thread.is_alive():  # a full queue is emptied first
             try:
-                self._events.put(("close", outcome), timeout=0.1)
+                self._calls.put(("close", outcome), timeout=0.1)
                 break
             except queue.Full:
                 if time.monotonic() > deadline:
@@ -131,14 +124,15 @@ class TrackerMonitor(Monitor):
         if self._dropped:
             self._note(f"{self._name}: {self._dropped} records were dropped, because it stores them too slowly")
 
-    def _put(self, event: str, value: object) -> None:
+    def _put(self, method: str, *arguments: object) -> None:
+        """Queues a call of a method of the tracker."""
         if self._thread is None:
             return
         self._note_failure()
         if self._failure:
             return
         try:
-            self._events.put_nowait((event, value))
+            self._calls.put_nowait((method, *arguments))
         except queue.Full:
             self._dropped += 1
 
@@ -152,17 +146,12 @@ class TrackerMonitor(Monitor):
             tracker = self._make()
             tracker.start(info)
             flushed = time.monotonic()
-            while True:
-                try:
-                    event, value = self._events.get(timeout=_FLUSH_SECONDS)
-                except queue.Empty:
-                    event = ""
-                    value = None
-                if event:
-                    getattr(tracker, event)(value)
-                if event == "close":
-                    return
-                if time.monotonic() - flushed >= _FLUSH_SECONDS:
+            method = ""
+            while method != "close":
+                with contextlib.suppress(queue.Empty):
+                    method, *arguments = self._calls.get(timeout=_FLUSH_SECONDS)
+                    getattr(tracker, method)(*arguments)
+                if method != "close" and time.monotonic() - flushed >= _FLUSH_SECONDS:
                     tracker.flush()
                     flushed = time.monotonic()
         except BaseException as error:  # some packages end a process by SystemExit

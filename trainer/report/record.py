@@ -144,12 +144,7 @@ class RunReader:
         config, settings, config_note = self._read_config()
         updated = _modified(self.folder / METRICS_FILE)
         state, outcome = _state(starts, updated)
-        notes = [config_note, starts_note, _metrics_note(self.folder / METRICS_FILE, metrics)]
-        if self._metrics.problem:
-            rule = f"cannot be read: {self._metrics.problem}"
-            notes.append(f"{self.folder / METRICS_FILE}: {rule}; the run is shown without its steps")
-        elif state != "running":
-            notes.append(_missing_steps_note(self.folder / METRICS_FILE, self._metrics, starts))
+        metrics_notes = _metrics_notes(self.folder / METRICS_FILE, self._metrics, starts, state != "running")
         return RunData(
             folder=self.folder,
             config=config,
@@ -161,7 +156,7 @@ class RunReader:
             state=state,
             outcome=outcome,
             updated=updated,
-            notes=tuple(filter(None, notes)),
+            notes=tuple(filter(None, (config_note, starts_note, *metrics_notes))),
         )
 
     def _read_config(self) -> tuple[Config | None, dict[str, Any], str]:
@@ -202,23 +197,20 @@ def _read_config(path: Path) -> tuple[Config | None, dict[str, Any], str]:
         return None, settings, f"{reason.strip().rstrip('.')}; {consequence}"
 
 
-def _missing_steps_note(path: Path, reader: MetricsReader, starts: tuple[RunStart, ...]) -> str:
-    """Returns a note if the metrics of a run that has ended lack steps that it did, or end within a line."""
+def _metrics_notes(path: Path, reader: MetricsReader, starts: tuple[RunStart, ...], has_ended: bool) -> Iterator[str]:
+    """Yields what is damaged in the metrics; of a run that has ended also whether steps that it did are missing."""
+    metrics = reader.metrics
+    if len(metrics.damaged) == 1:
+        yield f"{path}:{metrics.damaged[0]}: the line is damaged and was skipped"
+    elif metrics.damaged:
+        yield f"{path}:{metrics.damaged[0]}: {len(metrics.damaged)} damaged lines were skipped, this is the first one"
     end_step = max((start.end_step for start in starts), default=0)
-    if reader.metrics.last_step < end_step:
-        return f"{path}: ends at step {reader.metrics.last_step}, but the run ended at step {end_step}"
-    if reader.is_cut:
-        return f"{path}: the last line is cut short and was skipped"
-    return ""
-
-
-def _metrics_note(path: Path, metrics: Metrics) -> str:
-    if not metrics.damaged:
-        return ""
-    count = len(metrics.damaged)
-    if count == 1:
-        return f"{path}:{metrics.damaged[0]}: the line is damaged and was skipped"
-    return f"{path}:{metrics.damaged[0]}: {count} damaged lines were skipped, this is the first one"
+    if reader.problem:
+        yield f"{path}: cannot be read: {reader.problem}; the run is shown without its steps"
+    elif has_ended and metrics.last_step < end_step:
+        yield f"{path}: ends at step {metrics.last_step}, but the run ended at step {end_step}"
+    elif has_ended and reader.is_cut:
+        yield f"{path}: the last line is cut short and was skipped"
 
 
 def _changed(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:

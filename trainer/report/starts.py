@@ -9,7 +9,6 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from trainer import __version__
+from trainer.device.doctor import processor_name
 from trainer.errors import RunError
 from trainer.input_files import read_bytes
 from trainer.monitors.files import write_text
@@ -166,17 +166,10 @@ def process_start(pid: int) -> int:
 
 def _describe_processor() -> str:
     """Returns the name of the processor and the number of cores that this process may use."""
-    name = platform.machine()
-    with contextlib.suppress(OSError):
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-        if match:
-            name = match[1].strip()
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     if cores == 1:
-        return f"{name}, 1 core"
-    return f"{name}, {cores} cores"
+        return f"{processor_name()}, 1 core"
+    return f"{processor_name()}, {cores} cores"
 
 
 def _package_versions() -> dict[str, str]:

@@ -91,27 +91,26 @@ class ExplicitBackend:
 
         `preflight` checks what native CPU layers cannot run.
         """
-        if not on_arrays(self.config, device, self.world):
-            for each in cell_problems(self.config):
-                raise each.error
-            if base_dtypes(self.config.network):
-                key = self.config.whole_matrix_method
-                rule = "is supported by the array engine of CPUs only"
+        for each in self._device_problems(device):
+            raise each.error
+
+    def _device_problems(self, device: str) -> Iterator[ConfigError]:
+        config = self.config
+        matrices = config.whole_matrix_method
+        if not on_arrays(config, device, self.world):
+            yield from cell_problems(config)
+            if base_dtypes(config.network):
                 fix = "leave it out, or run on a CPU with context.mode 0"
-                raise problem(self.config, key, rule, fix).error
-        for key in average_keys(self.config):
-            if device != "CPU":
-                raise problem(self.config, key, "is supported on a CPU only", "leave averages of weights out").error
-        if device != "CPU" and self.config.whole_matrix_method.endswith("use_dora"):
-            key = self.config.whole_matrix_method
-            raise problem(self.config, key, "is supported on a CPU only", "leave it out, or run on a CPU").error
+                yield problem(config, matrices, "is supported by the array engine of CPUs only", fix)
         if device != "CPU":
-            for each in vocabulary_device_problems(self.config):
-                raise each.error
+            for key in average_keys(config):
+                yield problem(config, key, "is supported on a CPU only", "leave averages of weights out")
+            if matrices.endswith("use_dora"):
+                yield problem(config, matrices, "is supported on a CPU only", "leave it out, or run on a CPU")
+            yield from vocabulary_device_problems(config)
         if device == "Ascend":
-            degrees = parallel_degrees(self.config, self.world)
-            for each in (*offload_problems(self.config), *ascend_problems(self.config, degrees)):
-                raise each.error
+            yield from offload_problems(config)
+            yield from ascend_problems(config, parallel_degrees(config, self.world))
 
     def problems(self) -> list[ConfigError]:
         """Returns no errors, because `preflight` checks all rules of explicit mode."""

@@ -328,10 +328,7 @@ def _range_writer(group: ProcessGroup) -> Callable:
 
 def can_prefetch_weights(communicator: Communicator) -> bool:
     """Returns whether every rank has a core that can gather weights while another core computes."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    return not communicator.any(cores == 1)
+    return not communicator.any(len(os.sched_getaffinity(0)) == 1)
 
 
 def optimizer_shards(

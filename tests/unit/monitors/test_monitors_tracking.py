@@ -17,7 +17,7 @@ from trainer.monitors.services import Mlflow, SwanLab, Wandb, tracker_monitors
 from trainer.monitors.tracking import Tracker, TrackerMonitor, flat_numbers
 from trainer.monitors.training_state import TrainingStateRecords
 
-PAUSE = {"step": 9, "sample_seconds": 0.25}
+PAUSE = (9, {"sample_seconds": 0.25})
 PACKAGES = ("wandb", "mlflow", "swanlab", "tensorboardX")
 
 
@@ -47,11 +47,8 @@ class Recorder(Tracker):
             self.waits.wait()
         self.told.append(metrics.step)
 
-    def evaluation(self, metrics: EvalMetrics) -> None:
-        self.told.append(metrics.loss)
-
-    def wait(self, record: dict[str, float]) -> None:
-        self.told.append(record)
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.told.append(numbers.get("eval_loss", (step, numbers)))
 
     def flush(self) -> None:
         self.told.append("flush")
@@ -177,15 +174,24 @@ class Log(Tracker):
     def __init__(self) -> None:
         self.numbers: dict[int, dict[str, float]] = {}
 
+    def start(self, info: RunInfo) -> None:
+        pass
+
     def log(self, numbers: dict[str, float], step: int) -> None:
         self.numbers[step] = numbers
 
+    def close(self, outcome: str) -> None:
+        pass
 
-def test_what_is_logged_of_a_step_an_evaluation_and_a_pause():
+
+def test_what_is_logged_of_a_step_an_evaluation_and_a_pause(tmp_path):
     log = Log()
-    log.step(metrics(3))
-    log.evaluation(EvalMetrics(9, 1, 1.25, 3.5, 10, 0.5))
-    log.wait({"step": 10, "sample_seconds": 0.25})
+    monitor = TrackerMonitor("it", lambda: log, pytest.fail)
+    monitor.on_start(run_info(tmp_path))
+    monitor.on_step(metrics(3))
+    monitor.on_eval(EvalMetrics(9, 1, 1.25, 3.5, 10, 0.5))
+    monitor.on_samples(10, [], 0.25)
+    monitor.close(None)
     assert "step" not in log.numbers[3] and log.numbers[3]["loss"] == 1.5
     assert log.numbers[9]["eval_loss"] == 1.25 and "epoch" not in log.numbers[9]
     assert log.numbers[10] == {"sample_seconds": 0.25}

@@ -203,8 +203,7 @@ class TrainerLM(TemplateLM):
         for row, (ids, targets) in enumerate(zip(inputs, continuations, strict=True)):
             end = row * width + len(ids)
             longest = max(map(len, targets))
-            probabilities = _LogProbabilities(model, self.config.decoder.vocab_size, x_ND[end - longest : end], targets)
-            yield [probabilities.score(number) for number in range(len(targets))]
+            yield _score_continuations(model, self.config.decoder.vocab_size, x_ND[end - longest : end], targets)
 
     def _batch(self, inputs: Sequence[tuple[int, ...]]) -> Batch:
         """Returns a batch without labels. On a device its shape is one of few, because each is compiled."""
@@ -288,40 +287,30 @@ class TrainerLM(TemplateLM):
         return [postprocess_generated_text(self.tokens.decode(ids), limits.stop_strings, None) for ids in answers]
 
 
-class _LogProbabilities:
-    """Log-probabilities of several continuations that end at the same token.
+def _score_continuations(
+    model: Decoder, vocabulary: int, x_nD: np.ndarray, continuations: Sequence[Sequence[int]]
+) -> list[Score]:
+    """Returns the scores of several continuations that end at the same token.
 
     Args:
         x_nD: The residual stream after the last layer, at the tokens before those of the longest continuation.
     """
-
-    def __init__(
-        self, model: Decoder, vocabulary: int, x_nD: np.ndarray, continuations: Sequence[Sequence[int]]
-    ) -> None:
-        self.continuations = [np.array(ids, np.int64) for ids in continuations]
-        self.sums = [0.0] * len(continuations)
-        self.likeliest = [True] * len(continuations)
-        rows = logit_rows(len(x_nD), vocabulary)
-        for start in range(0, len(x_nD), max(rows, 1)):
-            logits_nV = model.parts.logits(Tensor(x_nD[start : start + rows])).asnumpy()
-            self._add(logits_nV, start - len(x_nD))
-
-    def _add(self, logits_nV: np.ndarray, place: int) -> None:
-        """Adds some tokens; `place` is the first one's place from the end, below 0."""
+    sums = [0.0] * len(continuations)
+    likeliest = [True] * len(continuations)
+    size = max(logit_rows(len(x_nD), vocabulary), 1)
+    for start in range(0, len(x_nD), size):
+        logits_nV = model.parts.logits(Tensor(x_nD[start : start + size])).asnumpy()
         largest_n1 = logits_nV.max(1, keepdims=True)
         log_sum_n = np.log(np.exp(logits_nV - largest_n1).sum(1, dtype=np.float64))
         choice_n = logits_nV.argmax(1)
-        for number, ids in enumerate(self.continuations):
-            first = max(0, -len(ids) - place)  # a shorter continuation begins later
-            rows = np.arange(first, len(logits_nV))
-            targets = ids[place + len(ids) + rows]
+        for number, ids in enumerate(continuations):
+            place = start - len(x_nD) + len(ids)  # of the first row in this continuation; a shorter one begins later
+            rows = np.arange(max(0, -place), len(logits_nV))
+            targets = np.array(ids, np.int64)[place + rows]
             differences = (logits_nV[rows, targets] - largest_n1[rows, 0]).astype(np.float64)
-            self.sums[number] += float((differences - log_sum_n[rows]).sum())
-            self.likeliest[number] &= bool((choice_n[rows] == targets).all())
-
-    def score(self, number: int) -> Score:
-        """Returns the score of a continuation."""
-        return self.sums[number], self.likeliest[number]
+            sums[number] += float((differences - log_sum_n[rows]).sum())
+            likeliest[number] &= bool((choice_n[rows] == targets).all())
+    return list(zip(sums, likeliest, strict=True))
 
 
 def _batches(items: Sequence[Any], size: int, description: str) -> Iterable[Sequence[Any]]:
