@@ -65,6 +65,13 @@ class StopSignals:
         return self.received is not None
 
     @property
+    def name(self) -> str:
+        """Returns what stopped the ranks: the name of the received signal; without one another rank received it."""
+        if self.received:
+            return self.received.name
+        return "a signal to another rank"
+
+    @property
     def exit_code(self) -> int:
         """Returns the exit code of a run that the received signal stopped; 0 without a signal."""
         if self.received:

@@ -137,13 +137,13 @@ def rename_old_metrics(path: Path) -> Path | None:
 
 
 def parse_line(line: str) -> MetricsRecord | None:
-    """Returns the record of a line of a metrics file; None for an incomplete line and one without an integer `step`."""
+    """Returns the record of a line of a metrics file; None for an incomplete line and one without a `step`."""
     if not line.endswith("\n"):
         return None
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if isinstance(record, dict) and isinstance(record.get("step"), int):
+    if isinstance(record, dict) and isinstance(record.get("step"), int) and 0 <= record["step"] < 1 << 53:
         return record
     return None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from trainer.checkpoint import adapters
+from trainer.checkpoint.adapters import PART
 from trainer.checkpoint.hugging_face import chat_template_of
 from trainer.checkpoint.store import find_checkpoint, resolve_best_link
 from trainer.config import Override, load_config, parse_config
@@ -35,6 +35,7 @@ from trainer.run.generation import (
     open_generator,
     print_text,
 )
+from trainer.run.prepare import load_run_weights, print_note
 from trainer.storage.marker import MARKER
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def checkpoint_config(
             path = find_checkpoint(path)
         except UserError as error:
             raise error.with_location(where, "CHECKPOINT") from None
-        if (path / f"{adapters.PART}.safetensors").exists():
+        if (path / f"{PART}.safetensors").exists():
             key = "adapter_id"
     user_keys = {override.key for override in overrides}
     mode_overrides = [
@@ -188,13 +189,13 @@ def chat(config: Config, world: World, device: str) -> int:
     tokenizer = load_tokenizer(config)
     template = chat_template_of(config, tokenizer)
     for note in template.notes:
-        _print_note(note)
-    weights = adapters.load_initial_weights(config, _print_note, averages=config.use_ema)
+        print_note(note)
+    weights = load_run_weights(config, world, print_note)
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
         generator, _, _ = open_generator(config, weights, find_eos_ids(config, tokenizer, template), world, device)
     if stop.received:
-        print(f"stopped by {stop.received.name}", file=sys.stderr)
+        print(f"stopped by {stop.name}", file=sys.stderr)
         return stop.exit_code
     encode = functools.partial(encode_chat, config, tokenizer, template)
     session = _ChatSession(tokenizer, encode, generator, make_sampling(config), context, config.decoder.max_new_tokens)
@@ -219,7 +220,7 @@ def _chat_from_pipe(session: _ChatSession) -> int:
             return stopped
         if session.is_over:
             word = line.strip()
-            _print_note(f"{word} in line {number} ends the conversation; with a space before it, it is a message")
+            print_note(f"{word} in line {number} ends the conversation; with a space before it, it is a message")
             break
     return EXIT_OK
 
@@ -324,12 +325,12 @@ class _ChatSession:
         self.answers += 1
         print_text("\n")
         if len(tokens) == free_tokens and tokens[-1] not in self.generator.eos_ids:
-            _print_note(f"the answer was cut: the conversation has {self.context} tokens; raise max_decode_length")
+            print_note(f"the answer was cut: the conversation has {self.context} tokens; raise max_decode_length")
         if answer.strip():
             conversation.add("assistant", answer)
         else:
             conversation.turns.pop()
-            _print_note("the answer is empty; the message was dropped from the conversation")
+            print_note("the answer is empty; the message was dropped from the conversation")
         return stop.exit_code
 
     def prompt(self) -> list[int]:
@@ -349,7 +350,7 @@ class _ChatSession:
             dropped_text = "the oldest question and its answer were dropped"
             if questions > 1:
                 dropped_text = f"the {questions} oldest questions and their answers were dropped"
-            _print_note(f"the conversation exceeds {self.context} tokens (max_decode_length): {dropped_text}")
+            print_note(f"the conversation exceeds {self.context} tokens (max_decode_length): {dropped_text}")
         return ids
 
     def execute(self, command: Command) -> None:
@@ -392,8 +393,4 @@ def _save(conversation: Conversation, path: Path) -> None:
     except OSError as error:
         rule = f"the file cannot be written: {error.strerror}"
         raise UserError(rule, value=str(path), fix="name another file") from None
-    _print_note(f"the conversation was appended to {path}")
-
-
-def _print_note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+    print_note(f"the conversation was appended to {path}")

@@ -7,19 +7,17 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.adapters import load_initial_weights
 from trainer.data.batches.loader import EvalBatches
 from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_OK, EXIT_SIGTERM
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
-from trainer.monitors.files import make_folder, write_text
+from trainer.monitors.files import write_text
 from trainer.monitors.jsonl import finite_json
 from trainer.monitors.metrics import EvalMetrics, Monitor
-from trainer.run.prepare import local_shard_specs
+from trainer.run.prepare import load_run_weights, make_output_folder
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -97,11 +95,8 @@ def _run_evaluation(config: Config, world: World, plan: Plan, console: Monitor) 
         console.on_note(note)
     batches = plan.data.batches
     assert isinstance(batches, EvalBatches), "the plan of an evaluation opens the evaluation data"
-    weights = load_initial_weights(
-        config, console.on_note, averages=config.use_ema, parts=local_shard_specs(config, world), world=world
-    )
-    folder = Path(config.output_dir).expanduser()
-    make_folder(folder, config.source.where("output_dir"))
+    weights = load_run_weights(config, world, console.on_note)
+    folder = make_output_folder(config)
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
         console.on_activity("loading MindSpore" if world.size == 1 else "")
@@ -117,10 +112,7 @@ def _run_evaluation(config: Config, world: World, plan: Plan, console: Monitor) 
         if not session.communicator.any(bool(stop)):
             metrics = evaluate_on_all_ranks(session, batches, stop, step=0, epoch=1, on_batch=on_batch)
     if metrics is None:
-        signal_name = "a signal to another rank"
-        if stop.received:
-            signal_name = stop.received.name
-        console.on_note(f"stopped by {signal_name}: the evaluation has no result")
+        console.on_note(f"stopped by {stop.name}: the evaluation has no result")
         return stop.exit_code or EXIT_SIGTERM
     if world.rank > 0:
         return EXIT_OK

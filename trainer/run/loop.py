@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ from trainer.report.monitor import ReportMonitor
 from trainer.report.starts import StartMonitor
 from trainer.run.evaluate import run_evaluation
 from trainer.run.generation import Sampler
-from trainer.run.prepare import PreparedRun, local_shard_specs, prepare_run
+from trainer.run.prepare import PreparedRun, local_shard_specs, prepare_run, print_note
 from trainer.run.training import (
     Engine,
     Events,
@@ -96,7 +95,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
         return run_evaluation(config, world, prepared.plan)
     if world.rank == 0:
         for note in prepared.plan.notes:
-            print(f"note: {note}", file=sys.stderr)
+            print_note(note)
     if config.run_mode == "chat":
         from trainer.run.chat import chat
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.hugging_face import chat_template_of
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.data import ChatTemplate, load_chat_template, load_tokenizer
@@ -25,7 +24,7 @@ from trainer.data.tokens.encode import encode_samples
 from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_SIGTERM, UserError
 from trainer.launch import heartbeat
-from trainer.monitors.files import atomic_file, make_folder, write_failure
+from trainer.monitors.files import atomic_file, write_failure
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.run.generation import (
     context_length,
@@ -37,7 +36,7 @@ from trainer.run.generation import (
     open_generator,
     print_text,
 )
-from trainer.run.prepare import local_shard_specs, prepare_run
+from trainer.run.prepare import load_run_weights, make_output_folder, prepare_run, print_note
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -164,10 +163,7 @@ def predict(config: Config, world: World, device: str) -> int:
                 run = _score
             run(config, functools.partial(_should_stop, stop), world, device)
         except _Stopped:
-            signal_name = "a signal to another rank"
-            if stop.received:
-                signal_name = stop.received.name
-            print(f"stopped by {signal_name}", file=sys.stderr)
+            print(f"stopped by {stop.name}", file=sys.stderr)
             return stop.exit_code or EXIT_SIGTERM
     return stop.exit_code
 
@@ -214,18 +210,15 @@ def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, 
     encoded = [_encode(config, tokenizer, template, prompt) for prompt in prompts]
     limits = [_max_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
 
-    def print_note(note: str) -> None:
-        if world.rank == 0:
-            print(f"note: {note}", file=sys.stderr)
-
+    notes: list[str] = []
     if template is not None:
-        for note in template.notes:
+        notes += template.notes
+    weights = load_run_weights(config, world, notes.append)
+    if world.rank == 0:
+        for note in notes:
             print_note(note)
-    weights = load_initial_weights(
-        config, print_note, averages=config.use_ema, parts=local_shard_specs(config, world), world=world
-    )
     if makes_folder:
-        make_folder(Path(config.output_dir).expanduser(), config.source.where("output_dir"))
+        make_output_folder(config)
     eos_ids = find_eos_ids(config, tokenizer, template)
     generator, communicator, replica = open_generator(config, weights, eos_ids, world, device)
     batch_size = config.predict_batch_size or config.decoder.batch_size
@@ -299,12 +292,8 @@ def _score(config: Config, should_stop: Callable[[], bool], world: World, device
             rule = f"it has {len(tokens)} tokens, and the model takes {limit}"
             fix = "shorten it, or raise model.model_config.seq_length"
             raise UserError(rule, where=sample.where, key="predict_data", fix=fix)
-    weights = load_initial_weights(
-        config, lambda note: print(f"note: {note}", file=sys.stderr), averages=config.use_ema,
-        parts=local_shard_specs(config, world),
-    )  # fmt: skip
-    folder = Path(config.output_dir).expanduser()
-    make_folder(folder, config.source.where("output_dir"))
+    weights = load_run_weights(config, world, print_note)
+    folder = make_output_folder(config)
     from trainer.run.session import open_session
     from trainer.step.score import score_documents
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
@@ -21,6 +22,7 @@ from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
 from trainer.models.spec.shapes import base_dtypes
 from trainer.monitors import formatting
+from trainer.monitors.files import make_folder
 from trainer.ops.host_library import find_onednn
 from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Mesh
@@ -31,8 +33,6 @@ from trainer.plan.memory import check_host_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
 
     from trainer.checkpoint.state import ResumedCheckpoint
@@ -207,6 +207,34 @@ def local_shard_specs(config: Config, world: World) -> ShardSpecs | None:
     layout = model_layout_for(config, world)
     where = Mesh(degrees).coordinate_of(world.rank)
     return {name: layout.shard_spec(name, where) for name in layout.parameters if layout.holds(name, where)}
+
+
+def load_run_weights(config: Config, world: World, note: Callable[[str], None]) -> dict[str, np.ndarray] | None:
+    """Returns the weights with which this rank evaluates or predicts, averages if `use_ema` asks for them; None: none.
+
+    Raises:
+        UserError: The files cannot be read, or belong to another model or base model.
+    """
+    from trainer.checkpoint.adapters import load_initial_weights
+
+    parts = local_shard_specs(config, world)
+    return load_initial_weights(config, note, averages=config.use_ema, parts=parts, world=world)
+
+
+def make_output_folder(config: Config) -> Path:
+    """Creates `output_dir` and returns it.
+
+    Raises:
+        UserError: It cannot be created.
+    """
+    folder = Path(config.output_dir).expanduser()
+    make_folder(folder, config.source.where("output_dir"))
+    return folder
+
+
+def print_note(text: str) -> None:
+    """Prints a note to standard error, because programs may read the standard output of a command."""
+    print(f"note: {text}", file=sys.stderr)
 
 
 def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:

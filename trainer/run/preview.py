@@ -18,11 +18,11 @@ from trainer.data import IGNORE_INDEX, SequenceDataset, Tokenizer, build_eval_da
 from trainer.data.batches.batch import AnyBatch, PairBatch
 from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.loader import epoch_order
-from trainer.data.batches.packing import PackingReport, RecordWeights
+from trainer.data.batches.packing import PackingReport
 from trainer.data.datasets import EVAL, TRAIN, find_tokenizer
 from trainer.errors import EXIT_OK, UserError
 from trainer.plan.render import data_source_rows, format_count, record_weight_rows
-from trainer.run.prepare import BuildProgress
+from trainer.run.prepare import BuildProgress, print_note
 from trainer.tables import Rows, Section, print_sections
 
 if TYPE_CHECKING:
@@ -54,31 +54,20 @@ class Segment(NamedTuple):
     answer: str = ""
 
 
-@dataclass(frozen=True)
-class Statistics:
+@dataclass(frozen=True, kw_only=True)
+class Statistics(PackingReport):
     """The statistics of a data set. Counts are per epoch; with packing `cut` they count all documents.
 
     Attributes:
-        padding: The fraction of tokens that are padding.
-        bad_records: The number of skipped records.
         lengths: Percentiles of a document's tokens before it is truncated.
         sources: The data sources of a blend; empty for a single data source.
-        weights: The weights of the records, if `columns` names them.
     """
 
-    packing: str
-    samples: int
     tokens: int
     loss_tokens: int
-    sequences: int
-    padding: float
-    truncated: int
-    dropped: int
-    bad_records: int
     lengths: dict[str, int]
     tokenizing_tokens_per_second: float | None
     sources: tuple[SourceShare, ...]
-    weights: RecordWeights | None = None
 
 
 class TokenIds:
@@ -180,19 +169,12 @@ def _statistics(dataset: SequenceDataset, tokenizer: Tokenizer | TokenIds) -> St
     if not isinstance(tokenizer, TokenIds):
         rate = _tokenizing_rate(dataset, tokenizer)
     return Statistics(
-        packing=packed.packing,
-        samples=packed.samples,
+        **vars(packed) | {"sequences": dataset.num_sequences},
         tokens=dataset.num_tokens,
         loss_tokens=counts.loss_tokens,
-        sequences=dataset.num_sequences,
-        padding=packed.padding,
-        truncated=packed.truncated,
-        dropped=packed.dropped,
-        bad_records=packed.bad_records,
         lengths={f"p{percent}": value for percent, value in zip(_PERCENTILES, values, strict=True)},
         tokenizing_tokens_per_second=rate,
         sources=getattr(dataset, "shares", ()),
-        weights=packed.weights,
     )
 
 
@@ -215,7 +197,7 @@ def print_preview(config: Config, num_rows: int, as_json: bool) -> int:
     notes: list[str] = []
     data = preview(config, num_rows, notes)
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print_note(note)
     if as_json:
         rows: list[dict[str, Any]] = [{"segments": list(map(_json_of, row))} for row in data.rows]
         print(json.dumps({"rows": rows, "statistics": asdict(data.statistics)}))

@@ -117,7 +117,7 @@ def test_resuming_removes_later_lines_and_repeats_nothing(tmp_path: Path) -> Non
 def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run_steps(path, 0, 3)
-    for torn in (b'{"step": 4, "lo', b'{"step": 4}', b'\xff\xfe\n', b"[1]\n"):
+    for torn in (b'{"step": 4, "lo', b'{"step": 4}', b'\xff\xfe\n', b"[1]\n", b'{"step": 1%s}\n' % (400 * b"0")):
         content = path.read_bytes()
         path.write_bytes(content + torn)
         assert [record["step"] for record in read_metrics_records(path)] == [1, 2, 3]

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.adapters import load_initial_weights
 from trainer.data import load_tokenizer
 from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_OK, UserError
 from trainer.launch import heartbeat
-from trainer.monitors.files import make_folder, write_text
+from trainer.monitors.files import write_text
+from trainer.parallel.world import SINGLE_PROCESS
+from trainer.run.prepare import load_run_weights, make_output_folder, print_note
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -33,14 +34,11 @@ def run_tasks(config: Config, plan: Plan) -> int:
         RunError: The model's output is not finite.
     """
     for note in plan.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print_note(note)
     tasks, manager = load_tasks(config)
     tokenizer = load_tokenizer(config)
-    weights = load_initial_weights(
-        config, lambda note: print(f"note: {note}", file=sys.stderr), averages=config.use_ema
-    )
-    folder = Path(config.output_dir).expanduser()
-    make_folder(folder, config.source.where("output_dir"))
+    weights = load_run_weights(config, SINGLE_PROCESS, print_note)
+    folder = make_output_folder(config)
     with StopSignals() as stop:
         from trainer.run.harness.language_model import TrainerLM
         from trainer.run.session import open_session
@@ -55,8 +53,7 @@ def run_tasks(config: Config, plan: Plan) -> int:
         try:
             results = evaluate_tasks(config, model, tasks, manager)
         except _Stopped:
-            assert stop.received is not None
-            print(f"stopped by {stop.received.name}: the evaluation has no result", file=sys.stderr)
+            print(f"stopped by {stop.name}: the evaluation has no result", file=sys.stderr)
             return stop.exit_code
     from lm_eval.utils import handle_non_serializable, make_table
 
