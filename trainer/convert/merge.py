@@ -14,7 +14,14 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from trainer.checkpoint.hugging_face import CONFIG, GENERATION, TOKENIZER_FILES, index_json, split_into_files, write_weights
+from trainer.checkpoint.hugging_face import (
+    CONFIG,
+    GENERATION,
+    TOKENIZER_FILES,
+    index_json,
+    split_into_files,
+    write_weights,
+)
 from trainer.checkpoint.store import INDEX, errors_at, find_checkpoint, first_of
 from trainer.checkpoint.weights import read_weights
 from trainer.convert.merge_methods import linear, slerp, task_arithmetic, ties

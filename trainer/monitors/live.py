@@ -62,15 +62,16 @@ class Eta:
         return steps_left * (self._mean_seconds + self._pause_seconds / (self._steps_seen - 1))
 
 
-class StatusField(NamedTuple):
-    """A field of the line. The field with the highest priority number is left out first."""
+_LEFT_OUT_FIRST = ("more", "lr", "utilization", "norm", "rate", "eta", "bar", "loss", "activity", "step")
+"""The kinds of fields that a narrow terminal leaves out, in this order."""
 
-    priority: int
+
+class StatusField(NamedTuple):
+    """A field of the line."""
+
+    kind: str
     text: str
     style: str = "dim"
-
-
-_STEP, _ACTIVITY, _LOSS, _BAR, _ETA, _RATE, _NORM, _UTILIZATION, _LR, _MORE = range(10)
 
 
 class LiveState:
@@ -121,42 +122,42 @@ class LiveState:
         metrics = self._newest
         info = self._info
         if info is not None:
-            yield StatusField(_STEP, f"step {self._step:>{len(str(info.last_step))}}/{info.last_step}", "")
+            yield StatusField("step", f"step {self._step:>{len(str(info.last_step))}}/{info.last_step}", "")
             if bar_columns:
-                yield StatusField(_BAR, " " * bar_columns)
+                yield StatusField("bar", " " * bar_columns)
         name, done, total = self._activity
         if name:
             progress = ""
             if total:
                 progress = f" {done}/{total}"
-            yield StatusField(_ACTIVITY, f"{name}{progress}", "")
+            yield StatusField("activity", f"{name}{progress}", "")
             seconds = self._clock() - self._activity_at
             if seconds >= _SHOWN_SECONDS:
-                yield StatusField(_ACTIVITY, formatting.duration(round(seconds)))
+                yield StatusField("activity", formatting.duration(round(seconds)))
         if metrics is None:
             return
-        yield StatusField(_LOSS, f"loss {metrics.loss:.4f}", "bold")
+        yield StatusField("loss", f"loss {metrics.loss:.4f}", "bold")
         if metrics.global_norm is not None:
-            yield StatusField(_NORM, f"norm {metrics.global_norm:#.3g}")
+            yield StatusField("norm", f"norm {metrics.global_norm:#.3g}")
         for extra, value in metrics.extra.items():
-            yield StatusField(_MORE, f"{extra} {value:.4g}")
-        yield StatusField(_LR, f"lr {metrics.lr:.2e}")
-        yield StatusField(_RATE, formatting.rate(metrics))
+            yield StatusField("more", f"{extra} {value:.4g}")
+        yield StatusField("lr", f"lr {metrics.lr:.2e}")
+        yield StatusField("rate", formatting.rate(metrics))
         if formatting.utilization(metrics):
-            yield StatusField(_UTILIZATION, formatting.utilization(metrics))
+            yield StatusField("utilization", formatting.utilization(metrics))
         eta = self._eta.seconds(metrics)
         if eta is not None and not self._ended:
-            yield StatusField(_ETA, f"eta {formatting.duration(max(1, round(eta)))}")
+            yield StatusField("eta", f"eta {formatting.duration(max(1, round(eta)))}")
         if info is not None and info.start_step:
             steps = info.last_step - info.start_step
-            yield StatusField(_MORE, f"{metrics.step - info.start_step}/{steps} in this run")
+            yield StatusField("more", f"{metrics.step - info.start_step}/{steps} in this run")
 
     def fit_fields(self, columns: int) -> list[StatusField]:
         """Returns the fields that fit into this number of columns."""
         fields = list(self.fields(next((length for minimum, length in _BARS.items() if columns >= minimum), 0)))
         # The last column stays empty: some terminals wrap a line that fills all of them.
         while fields and sum(len(field.text) + _GAP for field in fields) - _GAP >= columns:
-            fields.remove(max(reversed(fields), key=lambda field: field.priority))
+            fields.remove(min(reversed(fields), key=lambda field: _LEFT_OUT_FIRST.index(field.kind)))
         return fields
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -166,7 +167,7 @@ class LiveState:
 
         cells: list[ProgressBar | Text] = []
         for field in self.fit_fields(options.max_width):
-            if field.priority == _BAR and self._info is not None:
+            if field.kind == "bar" and self._info is not None:
                 first = self._info.start_step
                 steps = max(1, self._info.last_step - first)
                 cells.append(ProgressBar(steps, self._step - first, len(field.text), complete_style="cyan"))
@@ -271,7 +272,7 @@ class NotebookLine:
     def _content(self) -> dict[str, str]:
         self._drawn_at = time.monotonic()
         fields = self.state.fit_fields(NOTEBOOK_COLUMNS)
-        return {"text/plain": (" " * _GAP).join(field.text for field in fields if field.priority != _BAR)}
+        return {"text/plain": (" " * _GAP).join(field.text for field in fields if field.kind != "bar")}
 
 
 def in_notebook() -> bool:

@@ -45,9 +45,9 @@ from trainer.run.prepare import PreparedRun, local_shard_specs, prepare_run, pri
 from trainer.run.training import (
     Engine,
     Events,
-    GlobalBatch,
-    Job,
     Progress,
+    StepBatch,
+    Training,
     advance_profile,
     collect_rank_flags,
     early_stop_reason,
@@ -142,7 +142,7 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
             check_checkpoint_folder(info.output_dir / "checkpoints")
         totals = Totals()
         monitors = [totals, *make_monitors(config, info.output_dir, world, plan.device), *extra_monitors]
-        job = Job(
+        training = Training(
             config=config,
             world=world,
             plan=plan,
@@ -163,65 +163,65 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
                     closing.callback(monitor.close, summary)
 
         stack.callback(close_monitors)
-        progress = _first_progress(job, resumed, notes)
+        progress = _first_progress(training, resumed, notes)
         for note in notes:
-            job.events.note(note)
-        if _has_nothing_to_do(job, progress):
+            training.events.note(note)
+        if _has_nothing_to_do(training, progress):
             return EXIT_OK
-        exit_code, summary = _train(job, progress, weights, resumed, totals)
+        exit_code, summary = _train(training, progress, weights, resumed, totals)
         return exit_code
 
 
 def _train(
-    job: Job, progress: Progress, weights: dict[str, np.ndarray] | None, resumed: ResumedCheckpoint | None,
+    training: Training, progress: Progress, weights: dict[str, np.ndarray] | None, resumed: ResumedCheckpoint | None,
     totals: Totals,
 ) -> tuple[int, RunSummary | None]:  # fmt: skip
     """Builds the engine and trains with it.
 
     Returns the exit code and the summary. The summary is None if a signal stops the run before its first step.
     """
-    events = job.events
-    info = job.info
+    events = training.events
+    info = training.info
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
         # Of several ranks the launcher names this activity, and takes what MindSpore prints off the terminal.
-        with events.activity("loading MindSpore" if job.world.size == 1 else ""):
-            engine = open_engine(job, progress, weights, resumed)
-        sync_rank_flags(job, engine, progress, stop)
+        with events.activity("loading MindSpore" if training.world.size == 1 else ""):
+            engine = open_engine(training, progress, weights, resumed)
+        sync_rank_flags(training, engine, progress, stop)
         if progress.stopped_by:
             events.note(f"stopped by {progress.stopped_by.name} before the first step")
             return EXIT_CODES[progress.stopped_by], None
-        if job.world.rank == 0:
-            _prepare_output(job)
+        if training.world.rank == 0:
+            _prepare_output(training)
         events.notify("on_start", info)
-        train_and_save(job, engine, progress, stop)
+        train_and_save(training, engine, progress, stop)
     exit_code = EXIT_OK
     outcome = "finished"
     if progress.stopped_by:
         exit_code = EXIT_CODES[progress.stopped_by]
         outcome = f"stopped by {progress.stopped_by.name}"
     elif progress.position.step < info.last_step:
-        events.note(early_stop_reason(job, progress))
+        events.note(early_stop_reason(training, progress))
         outcome = "stopped early"
     written = {"checkpoints": "checkpoints", "metrics": "metrics.jsonl", "log": "logs/rank-0.log"}
-    if job.config.report:
+    if training.config.report:
         written["report"] = "report.html"
     paths = {name: info.output_dir / path for name, path in written.items()}
     return exit_code, totals.summary(outcome, paths, engine.saver.waited_seconds)
 
 
-def train_and_save(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> None:
+def train_and_save(training: Training, engine: Engine, progress: Progress, stop: StopSignals) -> None:
     """Trains, then saves a checkpoint of the last step, also after an early stop or a stop signal."""
     try:
-        train_steps(job, engine, progress, stop)
+        train_steps(training, engine, progress, stop)
         if engine.profiler is not None:
             engine.profiler.close()
-        save_checkpoint_if_new(job, engine, progress)
-        with job.events.activity("saving"):
+        save_checkpoint_if_new(training, engine, progress)
+        with training.events.activity("saving"):
             engine.saver.finish()
     except Exception:
         # A checkpoint that is being written is completed. With several ranks this could wait for ranks that are gone.
-        if job.world.size == 1:
+        if training.world.size == 1:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 engine.saver.finish()
         raise
@@ -231,42 +231,43 @@ def train_and_save(job: Job, engine: Engine, progress: Progress, stop: StopSigna
                 engine.profiler.close()
 
 
-def train_steps(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> None:
+def train_steps(training: Training, engine: Engine, progress: Progress, stop: StopSignals) -> None:
     """Trains step by step until the last step, an early stop or a stop signal; does between steps what is due.
 
     All ranks call the functions of the loop in the same order.
     """
-    advance_profile(job, engine, progress)
-    evaluate_if_due(job, engine, progress, stop)  # an earlier run may have stopped between a step and its evaluation
-    with contextlib.closing(_global_batches(job, progress)) as batches:
-        while not is_over(job, progress):
+    advance_profile(training, engine, progress)
+    # An earlier run may have stopped between a step and its evaluation.
+    evaluate_if_due(training, engine, progress, stop)
+    with contextlib.closing(_step_batches(training, progress)) as batches:
+        while not is_over(training, progress):
             batch = next(batches)
             stop.renew()
             result = _train_step(engine, progress, batch, stop)
-            report_step(job, engine, progress, batch, result)
-            sync_rank_flags(job, engine, progress, stop, result.rank_flags)
-            advance_profile(job, engine, progress)
-            evaluate_if_due(job, engine, progress, stop)
-            save_if_due(job, engine, progress)
-    sample(job, engine, progress, stop)
+            report_step(training, engine, progress, batch, result)
+            sync_rank_flags(training, engine, progress, stop, result.rank_flags)
+            advance_profile(training, engine, progress)
+            evaluate_if_due(training, engine, progress, stop)
+            save_if_due(training, engine, progress)
+    sample(training, engine, progress, stop)
 
 
-def _global_batches(job: Job, progress: Progress) -> Generator[GlobalBatch, None, None]:
+def _step_batches(training: Training, progress: Progress) -> Generator[StepBatch, None, None]:
     """Yields the micro-batches of each step from the run's position on, epoch after epoch.
 
     The last step of an epoch may have fewer micro-batches than the others. `report_step` advances the position.
     """
-    sizes = job.plan.steps.sizes
+    sizes = training.plan.steps.sizes
     while True:
         position = progress.position
-        with contextlib.closing(job.batches.loader.epoch(position.epoch, position.batch)) as micro_batches:
+        with contextlib.closing(training.batches.loader.epoch(position.epoch, position.batch)) as micro_batches:
             began = time.perf_counter()
             while step_batches := list(itertools.islice(micro_batches, progress.next_step(sizes))):
-                yield GlobalBatch(step_batches, began, time.perf_counter() - began)
+                yield StepBatch(step_batches, began, time.perf_counter() - began)
                 began = time.perf_counter()
 
 
-def _train_step(engine: Engine, progress: Progress, batch: GlobalBatch, stop: StopSignals) -> StepResult:
+def _train_step(engine: Engine, progress: Progress, batch: StepBatch, stop: StopSignals) -> StepResult:
     """Runs one optimizer step. An error names the step, its epoch and its micro-batches."""
     position = progress.position
     profiled: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -305,7 +306,7 @@ def _run_info(world: World, prepared: PreparedRun) -> RunInfo:
     )
 
 
-def _first_progress(job: Job, resumed: ResumedCheckpoint | None, notes: list[str]) -> Progress:
+def _first_progress(training: Training, resumed: ResumedCheckpoint | None, notes: list[str]) -> Progress:
     """Returns the position and the evaluations with which the run begins.
 
     A run that resumes from another output folder does not have the best checkpoints of that folder: a note says so,
@@ -317,8 +318,8 @@ def _first_progress(job: Job, resumed: ResumedCheckpoint | None, notes: list[str
     else:
         position = Position()
         evaluations = EvalHistory.empty()
-    resumed_from = job.info.resumed_from
-    if evaluations.best and resumed_from and resumed_from.resolve().parent != job.checkpoints.resolve():
+    resumed_from = training.info.resumed_from
+    if evaluations.best and resumed_from and resumed_from.resolve().parent != training.checkpoints.resolve():
         best = evaluations.best[0]
         evaluations = evaluations.model_copy(update={"best": []})
         best_text = f"the best checkpoint so far (step {best.step}, eval loss {best.loss:.4f})"
@@ -326,33 +327,34 @@ def _first_progress(job: Job, resumed: ResumedCheckpoint | None, notes: list[str
     return Progress(position, evaluations, saved_at=(position.step, evaluations.step))
 
 
-def _has_nothing_to_do(job: Job, progress: Progress) -> bool:
+def _has_nothing_to_do(training: Training, progress: Progress) -> bool:
     """Returns whether the run does no step, after a note that says why."""
-    records = job.config.monitor_config
+    records = training.config.monitor_config
     if records.monitor_on and records.print_struct:
-        names = "\n".join(trained_shapes(job.config))
-        job.events.note(f"monitor_config.print_struct: no step is done; trained parameters:\n{names}")
+        names = "\n".join(trained_shapes(training.config))
+        training.events.note(f"monitor_config.print_struct: no step is done; trained parameters:\n{names}")
         return True
-    if not is_over(job, progress):
+    if not is_over(training, progress):
         return False
-    reason = early_stop_reason(job, progress)
+    reason = early_stop_reason(training, progress)
     if not reason:
-        done = f"the checkpoint is at step {progress.position.step}, and this run ends after step {job.info.last_step}"
+        done = f"the checkpoint is at step {progress.position.step}"
+        done += f", and this run ends after step {training.info.last_step}"
         reason = f"{done}; to train on, set more epochs or a later stop_step"
-    job.events.note(f"nothing to do: {reason}")
+    training.events.note(f"nothing to do: {reason}")
     return True
 
 
-def _prepare_output(job: Job) -> None:
+def _prepare_output(training: Training) -> None:
     """Writes config.yaml and plan.txt; renames the checkpoints of an earlier training, with a note."""
     renamed_folder = None
-    if job.info.resumed_from is None:
-        renamed_folder = rename_old_checkpoints(job.checkpoints)
-    check_checkpoint_folder(job.checkpoints)
-    write_text(job.info.output_dir / "config.yaml", dump_config(job.config))
-    write_text(job.info.output_dir / "plan.txt", plan_text(job.plan))
+    if training.info.resumed_from is None:
+        renamed_folder = rename_old_checkpoints(training.checkpoints)
+    check_checkpoint_folder(training.checkpoints)
+    write_text(training.info.output_dir / "config.yaml", dump_config(training.config))
+    write_text(training.info.output_dir / "plan.txt", plan_text(training.plan))
     if renamed_folder:
-        job.events.note(f"the checkpoints of an earlier training are now in {renamed_folder}")
+        training.events.note(f"the checkpoints of an earlier training are now in {renamed_folder}")
 
 
 def make_monitors(config: Config, folder: Path, world: World, device: str) -> list[Monitor]:

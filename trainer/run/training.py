@@ -1,6 +1,6 @@
 """The parts of a training, and what it does between its steps: report, profile, evaluate, save, sample.
 
-A `Job` is known before MindSpore loads, an `Engine` computes, and a `Progress` changes from step to step. The loop
+A `Training` is known before MindSpore loads, an `Engine` computes, and a `Progress` changes from step to step. The loop
 (`trainer.run.loop`) calls the functions of this file on all ranks together.
 """
 
@@ -73,7 +73,7 @@ class Events:
             self.notify("on_activity", "")
 
 
-class GlobalBatch(NamedTuple):
+class StepBatch(NamedTuple):
     """The micro-batches of one optimizer step on this rank."""
 
     micro_batches: list[Batch]
@@ -103,7 +103,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Job:
+class Training:
     """A training that is checked and planned.
 
     Attributes:
@@ -170,7 +170,7 @@ class Engine:
 
 
 def open_engine(
-    job: Job, progress: Progress, weights: dict[str, Any] | None, resumed: ResumedCheckpoint | None
+    training: Training, progress: Progress, weights: dict[str, Any] | None, resumed: ResumedCheckpoint | None
 ) -> Engine:
     """Builds the engine, which imports MindSpore.
 
@@ -180,25 +180,25 @@ def open_engine(
     """
     from trainer.run.session import Session
 
-    config = job.config
-    plan = job.plan
-    events = job.events
+    config = training.config
+    plan = training.plan
+    events = training.events
     schedule = build_schedule(config.lr_schedule, plan.steps.total_steps, where=config.source.where)
     step = plan.backend.open(schedule, weights, plan.device)
     if config.preferences is not None and config.preferences.needs_reference:
-        _attach_references(job, progress, step, weights, resumed)
+        _attach_references(training, progress, step, weights, resumed)
     if weights is not None:
         weights.clear()
     session = Session(
         step.model, step.build_inputs, step.communicator, step.computes_together, step.pipeline, plan.device
     )
-    plan.backend.check_layout(job.layout, session.communicator)
+    plan.backend.check_layout(training.layout, session.communicator)
     saver = Saver(
-        job.checkpoints,
+        training.checkpoints,
         session.communicator,
         config.checkpoint_monitor.async_save,
         functools.partial(events.notify, "on_checkpoint"),
-        lambda: job.send_heartbeat(progress),
+        lambda: training.send_heartbeat(progress),
     )
     if resumed is not None:
         if config.distillation is not None:
@@ -207,15 +207,16 @@ def open_engine(
         if resumed.step:
             step.load_state(resumed.step)
     peak = None
-    if job.world.rank == 0:
+    if training.world.rank == 0:
         from trainer.ops.peak import peak_flops
 
-        peak = peak_flops(plan.device, precision_of(config, plan.device, job.world).compute.dtype, job.world.size)
-    return Engine(step, session, saver, _open_profiler(job), peak)
+        precision = precision_of(config, plan.device, training.world)
+        peak = peak_flops(plan.device, precision.compute.dtype, training.world.size)
+    return Engine(step, session, saver, _open_profiler(training), peak)
 
 
 def _attach_references(
-    job: Job, progress: Progress, step: TrainStep, weights: Mapping[str, np.ndarray] | None,
+    training: Training, progress: Progress, step: TrainStep, weights: Mapping[str, np.ndarray] | None,
     resumed: ResumedCheckpoint | None,
 ) -> None:  # fmt: skip
     """Gives the batches the log-probabilities of the weights with which the training began.
@@ -226,11 +227,11 @@ def _attach_references(
     from trainer.run.session import load_in_place
     from trainer.step.reference import attach_reference, digest_of_weights
 
-    config = job.config
+    config = training.config
     model = step.model
     if resumed is not None:
-        load_in_place(model, first_weights(config, job.world))
-    precision = precision_of(config, job.plan.device, job.world)
+        load_in_place(model, first_weights(config, training.world))
+    precision = precision_of(config, training.plan.device, training.world)
     step.first_weights = digest_of_weights(model.parameters_by_name)
     before = None
     if resumed is not None:
@@ -242,16 +243,16 @@ def _attach_references(
         raise UserError(rule, where=where, key="load_checkpoint", value=config.load_checkpoint, fix=fix)
     settings = f"{config.decoder.model_dump_json()} {precision} {step.first_weights}"
     folder = find_cache(config, "train_dataset").path
-    loaders = [job.batches.loader]
-    if job.batches.evaluation is not None:
-        loaders.append(job.batches.evaluation.loader)
+    loaders = [training.batches.loader]
+    if training.batches.evaluation is not None:
+        loaders.append(training.batches.evaluation.loader)
 
     def on_batch(done: int, batches: int) -> None:
         """Shows the progress."""
-        job.send_heartbeat(progress)
-        job.events.notify("on_activity", "reference log-probabilities", done, batches)
+        training.send_heartbeat(progress)
+        training.events.notify("on_activity", "reference log-probabilities", done, batches)
 
-    with job.events.activity("reference log-probabilities"):
+    with training.events.activity("reference log-probabilities"):
         for loader in loaders:
             attach_reference(model, step.build_inputs, loader, settings, folder, step.communicator, on_batch)
     if resumed is not None and weights is not None:
@@ -269,26 +270,27 @@ def _check_teacher(loss: LossConfig, config: Config, teacher: str, resumed: Resu
     raise UserError(rule, where=where, key="loss.teacher", value=loss.teacher, fix=fix)
 
 
-def _open_profiler(job: Job) -> StepProfiler | None:
+def _open_profiler(training: Training) -> StepProfiler | None:
     """Returns the profiler of this rank; None if no step of it is profiled."""
-    config = job.config
-    info = job.info
-    device = job.plan.device
+    config = training.config
+    info = training.info
+    device = training.plan.device
     section = config.profile_monitor
     if section is None:
         return None
     if info.start_step >= section.stop_step or section.start_step > info.last_step:
         steps = f"steps {info.start_step + 1} to {info.last_step}"
         profiled = f"steps {section.start_step} to {section.stop_step}"
-        job.events.note(f"profile: no step is profiled; this run does {steps}, the profile covers {profiled}")
+        training.events.note(f"profile: no step is profiled; this run does {steps}, the profile covers {profiled}")
         return None
     from trainer.profiling.window import StepProfiler, distributed_arguments, is_profiled
 
-    if not is_profiled(section, config, job.world):
+    if not is_profiled(section, config, training.world):
         return None
-    folder = Path(section.output_path or info.output_dir).expanduser() / "profile" / f"rank_{job.world.rank}"
-    native = on_arrays(config, device, job.world)
-    return StepProfiler(section, folder, device, native, job.events.note, distributed_arguments(config, job.world))
+    folder = Path(section.output_path or info.output_dir).expanduser() / "profile" / f"rank_{training.world.rank}"
+    native = on_arrays(config, device, training.world)
+    layout = distributed_arguments(config, training.world)
+    return StepProfiler(section, folder, device, native, training.events.note, layout)
 
 
 # ---- what the ranks tell each other with each step ----
@@ -300,7 +302,7 @@ def collect_rank_flags(stop: StopSignals, saver: Saver) -> list[float]:
 
 
 def sync_rank_flags(
-    job: Job, engine: Engine, progress: Progress, stop: StopSignals, flag_sums: Sequence[float] | None = None
+    training: Training, engine: Engine, progress: Progress, stop: StopSignals, flag_sums: Sequence[float] | None = None
 ) -> None:
     """Stops all ranks after a signal to any of them, and continues a save when all ranks have written their shard.
 
@@ -308,47 +310,47 @@ def sync_rank_flags(
         flag_sums: The flags, summed over all ranks by an all-reduce of the step, which thus costs no time of its own.
             None, and a job of one rank, sum them here; one rank thus sees a signal that came later, too.
     """
-    if flag_sums is None or job.world.size == 1:
+    if flag_sums is None or training.world.size == 1:
         flag_sums = engine.session.communicator.all_reduce_exact(collect_rank_flags(stop, engine.saver))
     *signal_counts, ready_count = flag_sums
     received = (number for number, count in zip(EXIT_CODES, signal_counts, strict=True) if count)
     progress.stopped_by = next(received, None)
-    if ready_count == job.world.size:
+    if ready_count == training.world.size:
         engine.saver.advance()
 
 
 # ---- what is done between steps ----
 
 
-def early_stop_reason(job: Job, progress: Progress) -> str:
+def early_stop_reason(training: Training, progress: Progress) -> str:
     """Returns why EarlyStop ends the run after this step; empty if it does not."""
-    if reason := progress.evaluations.stop_reason(job.config.early_stop):
+    if reason := progress.evaluations.stop_reason(training.config.early_stop):
         return f"early stop at step {progress.position.step}: {reason}"
     return ""
 
 
-def is_over(job: Job, progress: Progress) -> bool:
+def is_over(training: Training, progress: Progress) -> bool:
     """Returns whether the training ends here: by a stop signal, at its last step, or by an early stop."""
-    if progress.stopped_by is not None or progress.position.step >= job.info.last_step:
+    if progress.stopped_by is not None or progress.position.step >= training.info.last_step:
         return True
-    return bool(early_stop_reason(job, progress))
+    return bool(early_stop_reason(training, progress))
 
 
-def advance_profile(job: Job, engine: Engine, progress: Progress) -> None:
+def advance_profile(training: Training, engine: Engine, progress: Progress) -> None:
     """Starts the profiler before the first profiled step, and writes the profile after the last one."""
     profiler = engine.profiler
     step = progress.position.step
     if profiler is None:
         return
     if profiler.is_due(step):
-        with job.events.activity("writing the profile"):
+        with training.events.activity("writing the profile"):
             profiler.close()
     profiler.begin(step + 1, engine.step)
 
 
-def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> None:
+def evaluate_if_due(training: Training, engine: Engine, progress: Progress, stop: StopSignals) -> None:
     """Evaluates after the steps that the configuration names; saves a checkpoint if it is among the best ones."""
-    config = job.config
+    config = training.config
     position = progress.position
     step = position.step
     if progress.stopped_by or not config.do_eval or step == progress.evaluations.step:
@@ -356,14 +358,14 @@ def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSign
     epoch_ended = position.batch == 0 and position.epoch > 0
     by_step = config.eval_step_interval > 0 and step % config.eval_step_interval == 0
     by_epoch = config.eval_epoch_interval > 0 and epoch_ended and position.epoch % config.eval_epoch_interval == 0
-    if not (by_step or by_epoch or step >= job.info.last_step):
+    if not (by_step or by_epoch or step >= training.info.last_step):
         return
-    data = job.batches.evaluation
+    data = training.batches.evaluation
     assert data is not None, "do_eval without data is a configuration error"
 
     def on_batch(done: int, batches: int) -> None:
-        job.send_heartbeat(progress)
-        job.events.notify("on_activity", "evaluating", done, batches)
+        training.send_heartbeat(progress)
+        training.events.notify("on_activity", "evaluating", done, batches)
 
     epoch = position.epoch + 1
     if epoch_ended:
@@ -371,71 +373,71 @@ def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSign
     weights: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if config.use_ema and engine.step.averages is not None:
         weights = engine.step.averages.in_use(engine.step.model.compute_weights.refresh)
-    with job.events.activity("evaluating"), weights:
+    with training.events.activity("evaluating"), weights:
         metrics = evaluate_on_all_ranks(engine.session, data, stop, step, epoch, on_batch)
-    sync_rank_flags(job, engine, progress, stop)
+    sync_rank_flags(training, engine, progress, stop)
     if metrics is None:
         return
-    job.events.notify("on_eval", metrics)
+    training.events.notify("on_eval", metrics)
     evaluations = progress.evaluations.with_evaluation(step, metrics.loss, config.checkpoint_monitor.keep_best)
     # A run without stop_step may not evaluate at that step, so EarlyStop does not count it.
     if config.early_stop is not None and (by_step or by_epoch):
         evaluations = evaluations.with_early_stop(step, metrics.loss, config.early_stop.min_delta)
     progress.evaluations = evaluations
     if any(each.step == step for each in evaluations.best):
-        save_checkpoint_if_new(job, engine, progress)
-    sample(job, engine, progress, stop)
+        save_checkpoint_if_new(training, engine, progress)
+    sample(training, engine, progress, stop)
 
 
-def sample(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> None:
+def sample(training: Training, engine: Engine, progress: Progress, stop: StopSignals) -> None:
     """Samples text from the model, at most once after each step, without random numbers of the training."""
     step = progress.position.step
-    if job.sampler is None or progress.stopped_by or progress.sampled_at == step:
+    if training.sampler is None or progress.stopped_by or progress.sampled_at == step:
         return
     progress.sampled_at = step
     began = time.perf_counter()
     texts = None
 
     def should_stop() -> bool:
-        job.send_heartbeat(progress)
+        training.send_heartbeat(progress)
         return bool(stop)
 
-    with job.events.activity("sampling"):
+    with training.events.activity("sampling"):
         try:
-            texts = job.sampler.sample(engine.session, should_stop)
+            texts = training.sampler.sample(engine.session, should_stop)
         except RunError as error:  # the weights are not finite: whether the training goes on is decided elsewhere
-            job.events.note(f"step {step}: could not sample text: {error}")
+            training.events.note(f"step {step}: could not sample text: {error}")
     if texts is not None:
-        samples = list(zip(job.sampler.prompts, texts, strict=True))
-        job.events.notify("on_samples", step, samples, time.perf_counter() - began)
-    sync_rank_flags(job, engine, progress, stop)
+        samples = list(zip(training.sampler.prompts, texts, strict=True))
+        training.events.notify("on_samples", step, samples, time.perf_counter() - began)
+    sync_rank_flags(training, engine, progress, stop)
 
 
-def save_checkpoint_if_new(job: Job, engine: Engine, progress: Progress) -> None:
+def save_checkpoint_if_new(training: Training, engine: Engine, progress: Progress) -> None:
     """Saves a checkpoint, unless the last one has the same step and evaluation."""
     saved_at = (progress.position.step, progress.evaluations.step)
     if progress.saved_at == saved_at:
         return
-    with job.events.activity("saving"):
+    with training.events.activity("saving"):
         saver = engine.saver
         communicator = engine.session.communicator
-        section = job.config.checkpoint_monitor
+        section = training.config.checkpoint_monitor
         saver.finish()  # frees the memory of an earlier save first
         began = time.perf_counter()
         saved = engine.step.state_dict_shard()
         make_stages = functools.partial(
             save_stages,
-            job.checkpoints,
+            training.checkpoints,
             replace(progress.position),
             saved,
             step_state=engine.step.state(),
-            config=job.config,
-            layout=job.layout,
-            base=job.base,
-            initial=job.initial,
+            config=training.config,
+            layout=training.layout,
+            base=training.base,
+            initial=training.initial,
             keep_max=section.keep_checkpoint_max,
             evaluations=progress.evaluations,
-            files=job.files,
+            files=training.files,
             rank=communicator.rank,
             ranks=communicator.size,
             beside_training=section.async_save,
@@ -444,24 +446,24 @@ def save_checkpoint_if_new(job: Job, engine: Engine, progress: Progress) -> None
         saver.waited_seconds += time.perf_counter() - began
         saver.save(make_stages, progress.position.step)
         progress.saved_at = saved_at
-        job.send_heartbeat(progress)
+        training.send_heartbeat(progress)
 
 
-def save_if_due(job: Job, engine: Engine, progress: Progress) -> None:
+def save_if_due(training: Training, engine: Engine, progress: Progress) -> None:
     """Saves a checkpoint every `save_checkpoint_steps` steps."""
-    every = job.config.checkpoint_monitor.save_checkpoint_steps
+    every = training.config.checkpoint_monitor.save_checkpoint_steps
     if every and progress.position.step % every == 0:
-        save_checkpoint_if_new(job, engine, progress)
+        save_checkpoint_if_new(training, engine, progress)
 
 
 # ---- what is reported of a step ----
 
 
-def report_step(job: Job, engine: Engine, progress: Progress, batch: GlobalBatch, result: StepResult) -> None:
+def report_step(training: Training, engine: Engine, progress: Progress, batch: StepBatch, result: StepResult) -> None:
     """Advances the position of the run by a step that has just ended, and reports the step to the monitors."""
     seconds = time.perf_counter() - batch.began
-    steps = job.plan.steps
-    loader = job.batches.loader
+    steps = training.plan.steps
+    loader = training.batches.loader
     position = progress.position
     sequences = len(batch.micro_batches) * loader.global_batch_size
     position.step += 1
@@ -472,8 +474,8 @@ def report_step(job: Job, engine: Engine, progress: Progress, batch: GlobalBatch
     if batch_in_epoch >= loader.batches_per_epoch:
         position.epoch = epoch + 1
         position.batch = 0
-    job.send_heartbeat(progress)
-    _note_skipped(job, position.step, result)
+    training.send_heartbeat(progress)
+    _note_skipped(training, position.step, result)
     first_batch = epoch * loader.batches_per_epoch
     steps_before = steps.sizes.steps_until(first_batch)
     flops_per_second = sequences * steps.flops_per_row / seconds
@@ -485,7 +487,7 @@ def report_step(job: Job, engine: Engine, progress: Progress, batch: GlobalBatch
         global_norm = result.global_norm
     metrics = StepMetrics(
         step=position.step,
-        last_step=job.info.last_step,
+        last_step=training.info.last_step,
         epoch=epoch + 1,
         epochs=steps.epochs,
         step_in_epoch=steps.sizes.steps_until(first_batch + batch_in_epoch) - steps_before,
@@ -497,72 +499,72 @@ def report_step(job: Job, engine: Engine, progress: Progress, batch: GlobalBatch
         overflow=result.overflow,
         skipped=result.skipped,
         extra=result.losses,
-        details=_details(job, engine, position.step, sequences, result),
-        labels=job.config.network.labels_text,
+        details=_details(training, engine, position.step, sequences, result),
+        labels=training.config.network.labels_text,
         tokens=result.tokens,
         samples=sequences,
         samples_seen=(steps.sizes.done_before + first_batch + batch_in_epoch) * loader.global_batch_size,
         tokens_per_second=result.tokens / seconds,
-        input_tokens_per_second=sequences * job.config.network.labels_per_sequence / seconds,
+        input_tokens_per_second=sequences * training.config.network.labels_per_sequence / seconds,
         flops_per_second=flops_per_second,
         mfu=mfu,
         step_seconds=seconds,
         data_wait_seconds=batch.wait_seconds,
         peak_rss_bytes=peak_rss_bytes(),
     )
-    job.events.notify("on_step", metrics)
+    training.events.notify("on_step", metrics)
 
 
-def _note_skipped(job: Job, step: int, result: StepResult) -> None:
+def _note_skipped(training: Training, step: int, result: StepResult) -> None:
     """Notes what a step left out. The console has its own line for an overflow."""
     if not result.updated and not result.overflow:
-        job.events.note(f"step {step}: update skipped, {result.skipped}")
+        training.events.note(f"step {step}: update skipped, {result.skipped}")
     elif result.empty_micro_batches == 1:
-        job.events.note(f"step {step}: skipped one micro-batch, all of its labels are masked")
+        training.events.note(f"step {step}: skipped one micro-batch, all of its labels are masked")
     elif result.empty_micro_batches:
         count = result.empty_micro_batches
-        job.events.note(f"step {step}: skipped {count} micro-batches, all of their labels are masked")
+        training.events.note(f"step {step}: skipped {count} micro-batches, all of their labels are masked")
 
 
-def _details(job: Job, engine: Engine, step: int, sequences: int, result: StepResult) -> dict[str, object]:
+def _details(training: Training, engine: Engine, step: int, sequences: int, result: StepResult) -> dict[str, object]:
     """Returns the fields that only metrics.jsonl has: a growing batch, norms, rates of routers, waiting times."""
     details: dict[str, object] = {}
-    if job.plan.steps.sizes.rampup is not None:
+    if training.plan.steps.sizes.rampup is not None:
         details["global_batch_size"] = sequences
-    if result.max_logits is not None and job.records.records_logits(step):
+    if result.max_logits is not None and training.records.records_logits(step):
         logits_L = result.max_logits.max(1)
         details[MAX_LOGIT] = np.where(np.isfinite(logits_L), logits_L, np.array(None)).tolist()
     if result.clipped_heads is not None:
         details["clipped_heads"] = result.clipped_heads
     if result.local_norms:
         details["local_norm"] = result.local_norms
-    if job.world.size > 1 and result.reduce_seconds is not None:
+    if training.world.size > 1 and result.reduce_seconds is not None:
         details["reduce_seconds"] = result.reduce_seconds
     if result.bubble_share is not None:
         details["bubble_share"] = result.bubble_share
     if engine.saver.waited_seconds:
         details["save_wait_seconds"] = engine.saver.waited_seconds
         engine.saver.waited_seconds = 0.0
-    details |= _state_norms(job, engine, step)
-    if result.router_rates is not None and watches_drop_rate(job.config):
+    details |= _state_norms(training, engine, step)
+    if result.router_rates is not None and watches_drop_rate(training.config):
         details |= routing_details(result.router_rates)
     return details
 
 
-def _state_norms(job: Job, engine: Engine, step: int) -> dict[str, object]:
+def _state_norms(training: Training, engine: Engine, step: int) -> dict[str, object]:
     """Returns the norms of weights and optimizer state that `monitor_config` requests; all ranks call it together."""
-    if not job.records.is_due(step):
+    if not training.records.is_due(step):
         return {}
-    records = job.records
+    records = training.records
     kinds = [kind for kind, name in OPTIMIZER_NORMS.items() if records.is_requested(name)]
     if not (kinds or records.is_requested(WEIGHT_NORM)):
         return {}
     from trainer.step.state_norms import norm_of_weights, norms_of_state
 
-    names = list(trained_shapes(job.config))
+    names = list(trained_shapes(training.config))
     communicator = engine.session.communicator
     saved = engine.step.state_dict_shard()
-    if engine.session.computes_together and job.world.rank > 0:  # rank 0 has gathered them
+    if engine.session.computes_together and training.world.rank > 0:  # rank 0 has gathered them
         saved = saved._replace(weights={}, optimizer={})
     norms: dict[str, object] = {}
     if records.is_requested(WEIGHT_NORM):
