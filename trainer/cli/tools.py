@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainer.convert.merge import Method
 
 _NO_FOLDING = 10_000  # columns of a table that no terminal shows
+_FLOAT32_LIMIT = 2.0**128  # weights of this size or more are infinite in float32
 
 tools = typer.Typer()
 
@@ -140,6 +141,9 @@ def _merge(
         raise UserError("no such method", where="flag --method", value=method, fix=f"write {', '.join(METHODS)}")
     if dtype not in DTYPES:
         raise UserError("no such dtype", where="flag --dtype", value=dtype, fix=f"write {', '.join(DTYPES)}")
+    for flag, value in (("--scale", scale), *(("--weight", each) for each in weight or ())):
+        if not abs(value) < _FLOAT32_LIMIT:
+            raise UserError("must be a finite number", where=f"flag {flag}", value=value, fix=f"write {flag} 0.5")
     if base is not None:
         base = user_path(base, "flag --base")
     options = MergeOptions(

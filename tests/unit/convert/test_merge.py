@@ -144,8 +144,13 @@ def test_the_command_needs_no_mindspore(tmp_path: Path, models: list[Path]) -> N
         "merged": ["merge", models[0], models[1], "-o", tmp_path / "out", "--weight", "3", "--weight", "1", "--dtype",
                    "bfloat16"],
         "method": ["merge", models[0], models[1], "-o", tmp_path / "no", "--method", "mean"],
+        "weight": ["merge", models[0], models[1], "-o", tmp_path / "no", "--weight", "1", "--weight", "nan"],
+        "scale": ["merge", models[0], models[1], "-o", tmp_path / "no", "--scale", "1e39"],
     }  # fmt: skip
     answers = answers_of(lines, tmp_path)
     assert answers["merged"].code == 0 and "2 models by linear, 3 tensors" in answers["merged"].output
     assert not answers["merged"].loaded_mindspore
+    for name, value in (("weight", "nan"), ("scale", "1e+39")):  # a folder of NaN would be written
+        assert answers[name].code == 2 and f"flag --{name}: value = {value}: must be a finite" in answers[name].errors
+    assert not (tmp_path / "no").exists()
     assert answers["method"].code == 2 and "write linear, slerp, task_arithmetic, ties" in answers["method"].errors
