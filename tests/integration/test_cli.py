@@ -230,3 +230,12 @@ def test_a_full_disk_behind_the_output_is_one_message(tmp_path: Path) -> None:
                               stdout=output, stderr=subprocess.PIPE, text=True, timeout=60)  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "error: the output could not be written: [Errno 28] No space left on device.\n"
+
+
+def test_a_terminal_without_a_character_gets_its_escape(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "data")
+    path = write_config(tmp_path, tmp_path / "data")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, PROGRAM, "data", "--config", path, "--rows", "1"], cwd=tmp_path,
+                          env=environment, capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 0 and "stand between \\xab and \\xbb" in done.stdout

@@ -9,6 +9,7 @@ import atexit
 import copy
 import errno
 import functools
+import io
 import json
 import logging
 import os
@@ -125,6 +126,8 @@ def dispatch(argv: list[str]) -> int:
     Raises:
         TrainerError: It could not do it. A path that the system does not let us use, wherever that shows, is bad input.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that a terminal's encoding lacks appear as escapes
+        sys.stdout.reconfigure(errors="backslashreplace")
     for number, word in enumerate(argv, start=1):
         try:
             word.encode("utf-8")

@@ -6,7 +6,6 @@ Run modes predict and chat use this, and a training that samples text from its m
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -256,6 +255,5 @@ def decode_steps(
 
 
 def print_text(text: str) -> None:
-    """Prints text without a newline; characters that the terminal's encoding lacks appear as escapes."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+    """Prints text at once, without a newline."""
+    print(text, end="", flush=True)
