@@ -239,3 +239,10 @@ def test_a_terminal_without_a_character_gets_its_escape(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, PROGRAM, "data", "--config", path, "--rows", "1"], cwd=tmp_path,
                           env=environment, capture_output=True, text=True, timeout=60)  # fmt: skip
     assert done.returncode == 0 and "stand between \\xab and \\xbb" in done.stdout
+
+
+def test_closed_standard_streams_are_like_dev_null(tmp_path: Path) -> None:
+    write_config(tmp_path, write_corpus(tmp_path / "data"))
+    command = f"{sys.executable} {PROGRAM} plan --config run.yaml <&- >&-"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "") and "Traceback" not in done.stderr

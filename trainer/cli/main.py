@@ -71,6 +71,9 @@ def program() -> None:
         sys.stderr.flush()
         os._exit(code)
 
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # whoever started this has closed it: a file of ours would take its number
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it would look for some in every installed package
     os.environ["MPLBACKEND"] = "agg"  # a notebook hands its own on, which this interpreter may not have
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells where its cache is if no home can be written
