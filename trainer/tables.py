@@ -89,7 +89,7 @@ def _as_list(header: tuple[str, ...], row: tuple[str, ...], width: int) -> str:
             continue
         if name:
             lines.append(f"  {name}")
-        words = textwrap.wrap(cell, width - 4, break_long_words=False, break_on_hyphens=False)
+        words = textwrap.wrap(cell, max(width - 4, 1), break_long_words=False, break_on_hyphens=False)
         lines += [f"    {part}" for part in words]
     return "\n".join(lines)
 

@@ -141,6 +141,14 @@ def test_the_last_lines_of_a_run_its_report_and_a_comparison_tell_the_same(tmp_p
     assert (data["input_tokens_per_second"], data["peak_bytes"]) == (300, 7 << 20)
 
 
+@pytest.mark.parametrize("width", ["1", "4"])
+def test_a_terminal_of_few_columns_is_no_error(tmp_path, monkeypatch, width):
+    runs = [str(write_run(tmp_path / name, RECORDS, f"seed={name}")) for name in "12"]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", width)
+    assert dispatch(["runs", str(tmp_path)]) == dispatch(["compare", *runs]) == 0
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 def test_no_cell_is_folded_in_a_narrow_terminal(tmp_path, capsys, monkeypatch, width):
     names = [f"learning_rate={rate},seed=1" for rate in ("1e-3", "3e-3")]
