@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.input_files import open_file
 from trainer.monitors.jsonl import MetricsRecord, parse_line
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, median_rate
 
@@ -300,7 +301,7 @@ class MetricsReader:
         self.is_cut = False
         if status.st_ino != self._inode or status.st_size < self._read_bytes:  # the file was replaced or cut
             self._begin(status.st_ino)
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(self._read_bytes)
             for line in file:
                 if not line.endswith(b"\n"):

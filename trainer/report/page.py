@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import __version__
-from trainer.input_files import replace_surrogates
+from trainer.input_files import read_bytes, replace_surrogates
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
 from trainer.report.record import RunData, clip_norm, loss_title
@@ -236,7 +236,7 @@ def _model_text(record: RunData) -> str:
         return ""
     text = record.config.model.arch.type
     try:
-        plan = (record.folder / "plan.txt").read_text(encoding="utf-8", errors="replace")
+        plan = read_bytes(record.folder / "plan.txt").decode("utf-8", errors="replace")
     except OSError:
         return text
     if weights := re.search(r"^  weights +([\d,]+)", plan, re.MULTILINE):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.input_files import read_bytes
 from trainer.monitors.jsonl import SAMPLES_FILE
 
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -34,7 +35,7 @@ def read_report_samples(folder: Path, max_characters: int) -> tuple[str, list[li
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_bytes(path).decode("utf-8", errors="replace")
     except OSError:
         return
     for line in text.split("\n"):

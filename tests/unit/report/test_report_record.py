@@ -337,3 +337,11 @@ def test_start_is_what_is_written(tmp_path: Path) -> None:
     begin(tmp_path)
     (written,) = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert RunStart(**written) == read_starts(tmp_path)[0][0] and written["command"] == sys.argv
+
+
+def test_pipes_in_place_of_files_keep_nobody_waiting(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "run.json", "config.yaml", "samples.jsonl", "predictions.jsonl", "plan.txt"):
+        os.mkfifo(tmp_path / name)
+    record = read_run(tmp_path)
+    assert record.step == 0 and "metrics.jsonl: cannot be read: a pipe" in " ".join(record.notes)
+    assert report_data(record)["samples"] == []
