@@ -138,15 +138,10 @@ class Run:
             UserError: pandas is not installed.
         """
         pandas = _import_package("pandas", "run.metrics has the same values as a list")
-        steps = pandas.DataFrame(self.metrics)
-        evaluations = pandas.DataFrame(self.evaluations)
-        if steps.empty and evaluations.empty:
-            return steps
-        if evaluations.empty:
-            return steps.set_index("step")
-        if steps.empty:
-            return evaluations.set_index("step")
-        return steps.set_index("step").join(evaluations.drop(columns="epoch").set_index("step"), how="outer")
+        tables = [pandas.DataFrame(rows).set_index("step") for rows in (self.metrics, self.evaluations) if rows]
+        if len(tables) == 2:
+            return tables[0].join(tables[1].drop(columns="epoch"), how="outer")
+        return next(iter(tables), pandas.DataFrame())
 
     def plot(self) -> Figure:
         """Returns the curves of report.png as a figure of matplotlib, which a notebook shows.
@@ -218,7 +213,7 @@ def _load(
             raise UserError("a loaded configuration takes no flags", where=overrides[0].source, fix=fix)
         return config
     if isinstance(config, Mapping):
-        return parse_config("config", json.dumps(config, default=str), overrides)  # JSON is YAML
+        return parse_config("config", json.dumps(config, default=_as_json), overrides)  # JSON is YAML
     return load_config(os.fspath(config), overrides)
 
 
@@ -228,9 +223,19 @@ def _flag_words(name: str, value: object) -> list[str]:
         return [f"--{name}", *map(str, value)]
     if value is None:
         return [f"--{name}=null"]
-    if isinstance(value, (list, tuple, dict)):
-        return [f"--{name}={json.dumps(value)}"]
+    if isinstance(value, (list, tuple, Mapping)) or hasattr(value, "tolist"):
+        return [f"--{name}={json.dumps(value, default=_as_json)}"]
     return [f"--{name}={value}"]
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a value of a type that JSON lacks: a mapping of any kind, NumPy's numbers and arrays; of others the text.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
 
 
 def _png(figure: Figure) -> bytes:
