@@ -16,13 +16,13 @@ from trainer.monitors import formatting
 from trainer.monitors.jsonl import MetricsRecord, read_metrics_records
 from trainer.report.curves import RATES
 from trainer.report.record import METRICS_FILE, RunData, is_run_folder, read_run
+from trainer.tables import Rows, Section
 
 _COMPARED_FIELDS = ("loss", "lr", "global_norm", "tokens", "loss_scale", "overflow", "eval_loss")
 """Fields of metrics.jsonl whose bits are equal in two runs that compute the same. Times are not equal."""
 _RUN_KEYS = frozenset(("output_dir", "resume_training"))
 """Keys that differ between runs of the same configuration."""
 ABSENT = "-"
-Rows = list[tuple[str, ...]]
 
 
 class FirstDifference(NamedTuple):
@@ -130,16 +130,12 @@ def _numbers(folder: Path) -> Iterator[MetricsRecord]:
             yield record
 
 
-def figures_table(comparison: RunComparison, loss: float | None = None) -> tuple[tuple[str, ...], Rows]:
-    """Returns the table of results: a header, and a row for each run.
-
-    Args:
-        loss: Adds the number of tokens that each run needed to reach this loss, see `tokens_to_loss`.
-    """
+def _figures_table(comparison: RunComparison, loss: float | None) -> Rows:
+    """Returns the table of results: a header, and a row for each run."""
     header = ["run", "state", "step", "loss", "best eval loss", "tokens", "median tokens/s", "peak memory"]
     if loss is not None:
         header.append(f"tokens to {loss:g}")
-    rows = []
+    table = [tuple(header)]
     for name, record in zip(comparison.names, comparison.records, strict=True):
         values = run_values(record)
         best_text = ABSENT
@@ -152,8 +148,8 @@ def figures_table(comparison: RunComparison, loss: float | None = None) -> tuple
         ]  # fmt: skip
         if loss is not None:
             row.append(cell_text(tokens_to_loss(record, loss), formatting.count))
-        rows.append(tuple(row))
-    return tuple(header), rows
+        table.append(tuple(row))
+    return table
 
 
 def cell_text(value: float | None, write: Callable[[float], str] = "{:.4f}".format) -> str:
@@ -209,25 +205,28 @@ def tokens_to_loss(record: RunData, loss: float) -> int | None:
     return curves.tokens[min(bisect.bisect_left(curves.steps, reached), len(curves.steps) - 1)]
 
 
-def comparison_tables(comparison: RunComparison, loss: float | None = None) -> list[tuple[str, Rows]]:
-    """Returns the comparison as titled tables: results, differing settings, and first differences if they are known."""
-    header, rows = figures_table(comparison, loss)
+def comparison_tables(comparison: RunComparison, loss: float | None = None) -> list[Section]:
+    """Returns the comparison as titled tables: results, differing settings, and first differences if they are known.
+
+    Args:
+        loss: Adds the number of tokens that each run needed to reach this loss, see `tokens_to_loss`.
+    """
     settings: Rows = [(key, *map(str, values)) for key, values in comparison.settings]
     if not settings:
         settings = [("no key differs", *[""] * len(comparison.names))]
-    tables: list[tuple[str, Rows]] = [
-        ("runs", [header, *rows]),
+    tables = [
+        ("runs", _figures_table(comparison, loss)),
         ("configuration", [("key", *comparison.names), *settings]),
     ]
     if comparison.differences:
         first, *others = comparison.names
-        differences: Rows = []
+        differences: Rows = [("run", f"compared with {first}")]
         for name, difference in zip(others, comparison.differences, strict=True):
             text = "all numbers are the same"
             if difference is not None:
                 text = difference.text(first, name)
             differences.append((name, text))
-        tables.append(("first difference", [("run", f"compared with {first}"), *differences]))
+        tables.append(("first difference", differences))
     return tables
 
 

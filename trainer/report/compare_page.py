@@ -12,12 +12,11 @@ from trainer.input_files import replace_surrogates
 from trainer.monitors.files import write_text
 from trainer.report.compare import RunComparison, comparison_tables
 from trainer.report.page import MAX_POINTS, assemble_page, round_digits
-from trainer.report.picture import panel_grid, picture_text, save_figure, style_panels
+from trainer.report.picture import USUAL_PANELS, panel_grid, picture_text, save_figure, style_panels
 from trainer.report.record import loss_title
 
 _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#65a30d", "#78716c")
 """The colours of the page are in page/style.css, for light and dark."""
-_PANELS = (("lr", "learning rate"), ("global_norm", "gradient norm"), ("input_tokens_per_second", "tokens/s"))
 _MAX_LEGEND_RUNS = 30  # a legend of more runs would hide the curves
 
 
@@ -37,16 +36,14 @@ class Curve(NamedTuple):
 def _panels(comparison: RunComparison) -> list[tuple[str, str]]:
     """Returns the fields that are drawn, with their titles; that of the loss names each kind of loss of the runs."""
     titles = dict.fromkeys(loss_title(record.config) for record in comparison.records)
-    return [("loss", " / ".join(titles)), *_PANELS]
+    return [("loss", " / ".join(titles)), *USUAL_PANELS.items()]
 
 
 def _field_curves(comparison: RunComparison, field: str) -> list[Curve]:
     """Returns the curves of a field, one for each run; for the loss also the evaluations."""
     found = []
     for number, record in enumerate(comparison.records):
-        curves = record.metrics.curves
-        if curves.stride > 1 and len(curves.steps) > MAX_POINTS:
-            curves = curves.halve()
+        curves = record.metrics.curves.downsampled(MAX_POINTS)
         if curves.has_values(field):
             found.append(Curve(number, curves.steps, curves.means(field)))
         evaluations = record.metrics.evaluations

@@ -118,6 +118,12 @@ class Curves:
             if not math.isnan(value):
                 self.fields[name].add(value)
 
+    def downsampled(self, most_points: int) -> Curves:
+        """Returns the curves with fewer points, if they have more than this; those of a short run as they are."""
+        if self.stride > 1 and len(self.steps) > most_points:
+            return self.halve()
+        return self
+
     def halve(self) -> Curves:
         """Returns the curves with every two neighbouring points as one."""
         last = len(self.steps) - 1

@@ -105,9 +105,7 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
         interval: The page of a running training is written again after this number of seconds; 0: only at its end.
     """
     metrics = record.metrics
-    curves = metrics.curves
-    if curves.stride > 1 and len(curves.steps) > MAX_POINTS:
-        curves = curves.halve()
+    curves = metrics.curves.downsampled(MAX_POINTS)
     config = record.config
     longest = sorted(range(len(metrics.pauses)), key=lambda place: metrics.pauses[place].seconds)[-_MAX_PAUSES:]
     best = metrics.best

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_USUAL_PANELS = {"lr": "learning rate", "global_norm": "gradient norm", "input_tokens_per_second": "tokens/s"}
+USUAL_PANELS = {"lr": "learning rate", "global_norm": "gradient norm", "input_tokens_per_second": "tokens/s"}
 _NOT_DRAWN = frozenset(
     "step epoch loss loss_scale overflow tokens tokens_per_second mfu step_seconds data_wait_seconds "
     "peak_rss_bytes router_entropy".split()
@@ -45,10 +45,10 @@ class Panel(NamedTuple):
 
 def choose_panels(curves: Curves) -> list[Panel]:
     """Returns the panels apart from the loss: the usual ones that have numbers, then one per group of extra fields."""
-    usual = [Panel(title, [name]) for name, title in _USUAL_PANELS.items() if curves.has_values(name)]
+    usual = [Panel(title, [name]) for name, title in USUAL_PANELS.items() if curves.has_values(name)]
     groups: dict[str, list[str]] = defaultdict(list)
     for name in curves.fields:
-        if name not in _USUAL_PANELS and name.partition(".")[0] not in _NOT_DRAWN and curves.has_values(name):
+        if name not in USUAL_PANELS and name.partition(".")[0] not in _NOT_DRAWN and curves.has_values(name):
             groups[name.partition(".")[0]].append(name)
     return usual + [Panel(_LAYER_PANELS.get(name, name), names) for name, names in groups.items()]
 
