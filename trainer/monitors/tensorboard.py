@@ -34,7 +34,6 @@ class TensorBoard(Tracker):
     def __init__(self, config: Config) -> None:
         self._config = config
         self._section = config.tensorboard
-        self._state = TrainingStateRecords(config)
         self.layers = config.decoder.moe_layers
         self._waiting = 0  # records since the last flush
         self._event: Any = None  # the classes and the writer of tensorboardX
@@ -53,7 +52,7 @@ class TensorBoard(Tracker):
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary
         self._writer = EventsWriter(str(folder / "events"))
-        self._state.on_start(info)
+        self._state = TrainingStateRecords(self._config, info.ranks)
         if info.start_step == 0:
             self._write(0, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
         self._write_text(self._config)

@@ -10,7 +10,7 @@ from trainer.config import Config
 from trainer.config.checks.qk_clip import logit_interval
 from trainer.config.patterns import read_pattern
 from trainer.models.spec.names import has_name
-from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics
+from trainer.monitors.metrics import Monitor, StepMetrics
 from trainer.monitors.tracking import flat_numbers
 
 LOCAL_NORM = "local_norm"
@@ -24,9 +24,13 @@ _FORMATS = {LOCAL_NORM: "local_norm_format", WEIGHT_NORM: "weight_state_format",
 
 
 class TrainingStateRecords:
-    """Decides which records of a step are written, and whether to the log or to TensorBoard."""
+    """Decides which records of a step are written, and whether to the log or to TensorBoard.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        ranks: Of the job, for the throughput of one.
+    """
+
+    def __init__(self, config: Config, ranks: int = 1) -> None:
         section = config.monitor_config
         self._section = section
         self._destinations = {name: section.destinations(key) for name, key in _FORMATS.items()}
@@ -37,7 +41,7 @@ class TrainingStateRecords:
         self._baseline = None
         if section.monitor_on:
             self._baseline = section.throughput_baseline
-        self._ranks = 1
+        self._ranks = ranks
         self._logit_interval = logit_interval(config)
         patterns = [read_pattern(text) for text in section.patterns]
         self.is_selected: Callable[[str], bool] = lru_cache(maxsize=None)(
@@ -60,10 +64,6 @@ class TrainingStateRecords:
     def is_requested(self, name: str) -> bool:
         """Returns whether a record such as ``weight_norm`` is written anywhere."""
         return bool(self._destinations[name])
-
-    def on_start(self, info: RunInfo) -> None:
-        """Takes the number of ranks, for the throughput of one."""
-        self._ranks = info.ranks
 
     def values(self, metrics: StepMetrics, destination: str) -> dict[str, float]:
         """Returns the records of a step for ``log`` or ``tensorboard``, by tag; none if the step is not due."""
@@ -92,9 +92,6 @@ class TrainingStateLog(Monitor):
     def __init__(self, state: TrainingStateRecords, write: Callable[[str], None]) -> None:
         self._state = state
         self._write = write
-
-    def on_start(self, info: RunInfo) -> None:
-        self._state.on_start(info)
 
     def on_step(self, metrics: StepMetrics) -> None:
         if values := self._state.values(metrics, "log"):

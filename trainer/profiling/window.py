@@ -85,13 +85,12 @@ class StepProfiler:
         self._events: list[Event] = []
         self._regions = RegionTimer(events=self._events)
         self._patches: Patches | None = None
-        self._is_done = False
 
     @contextlib.contextmanager
     def step(self, number: int, step: TrainStep) -> Iterator[None]:
         """Profiles the code inside as the step of this number, if the step is to be profiled."""
         section = self._section
-        if self._is_done or not section.start_step <= number <= section.stop_step:
+        if not section.start_step <= number <= section.stop_step:
             yield
             return
         self.begin(number, step)
@@ -115,20 +114,21 @@ class StepProfiler:
 
     def begin(self, number: int, step: TrainStep) -> None:
         """Opens the profiler before its first step, so that the time of the step does not include this."""
-        if self._of_mindspore is None and not self._is_done and number >= self._section.start_step:
+        if self._of_mindspore is None and self._section.start_step <= number <= self._section.stop_step:
             self._start(step)
 
     def is_due(self, number: int) -> bool:
         """Returns whether this step is the last profiled one."""
-        return self._of_mindspore is not None and not self._is_done and number >= self._section.stop_step
+        return self._of_mindspore is not None and number >= self._section.stop_step
 
     def close(self) -> None:
         """Writes the profile of the steps so far, once. Does nothing if no step has been profiled."""
-        if self._of_mindspore is None or self._is_done:
+        profiler = self._of_mindspore
+        if profiler is None:
             return
-        self._is_done = True
+        self._of_mindspore = None
         with silent():  # the profiler prints messages and a progress bar
-            self._of_mindspore.stop()
+            profiler.stop()
         if self._patches is not None and self._steps:
             self._write_parts()
         if self._steps:

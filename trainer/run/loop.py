@@ -378,7 +378,7 @@ def make_monitors(config: Config, folder: Path, world: World, device: str) -> li
     monitors += lines
     monitors.append(JsonlMonitor(folder / "metrics.jsonl"))
     monitors.append(StartMonitor(folder, device, world.size))
-    state = TrainingStateRecords(config)
+    state = TrainingStateRecords(config, world.size)
     if state.has_records("log"):
         monitors += [TrainingStateLog(state, monitor.write) for monitor in lines]
     if config.report:
