@@ -1,4 +1,5 @@
-"""What each kernel computes, said in the most literal way in float64 numpy, and gradients by central differences.
+"""What each kernel computes, said in the most literal way in float64 numpy, gradients by central differences, and
+comparisons of arrays.
 
 Needs numpy only. Legend: as in trainer/arrays/tiles.py (N tokens, D hidden, I/O features, F feed-forward, V
 vocabulary, H query heads, K key/value heads, d head size), B rows, Q queries and S keys of a row.
@@ -6,7 +7,8 @@ vocabulary, H query heads, K key/value heads, d head size), B rows, Q queries an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -110,8 +112,28 @@ def central_differences(
     return gradients
 
 
-def distance(ours: np.ndarray, right: np.ndarray) -> float:
-    """Returns largest difference relative to the largest right value."""
+def distance(ours: Any, right: Any) -> float:
+    """Returns largest difference of two arrays or tensors, relative to the largest right value."""
     ours, right = np.asarray(ours, np.float64), np.asarray(right, np.float64)
     assert ours.shape == right.shape, f"shape {ours.shape} instead of {right.shape}"
     return float(np.abs(ours - right).max() / max(np.abs(right).max(), 1e-30))
+
+
+def assert_close(ours: Iterable[Any], right: Iterable[Any], limit: float) -> None:
+    """Checks the distance of arrays or tensors, one by one in order; in dictionaries by their names."""
+    for name, mine, expected in _pairs(ours, right):
+        found = distance(mine, expected)
+        assert found < limit, f"{name}: {found}"
+
+
+def assert_same_bits(ours: Iterable[Any], right: Iterable[Any]) -> None:
+    """Compares the bits of arrays or tensors, one by one in order; in dictionaries by their names."""
+    different = [name for name, mine, expected in _pairs(ours, right) if mine.tobytes() != expected.tobytes()]
+    assert not different, f"other bits in {different}"
+
+
+def _pairs(ours: Iterable[Any], right: Iterable[Any]) -> Iterator[tuple[object, np.ndarray, np.ndarray]]:
+    first, second = (each if isinstance(each, Mapping) else dict(enumerate(each)) for each in (ours, right))
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        yield name, np.asarray(array), np.asarray(second[name])

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import yaml
 from fork_server import FORKED, ensure_server
+from numpy_kernels import assert_same_bits
 
 from trainer.checkpoint.store import newest_complete, read_checkpoint
 from trainer.config import Config, Override, load_config
@@ -175,12 +176,6 @@ def arrays_of(output: Path, step: int | None = None) -> dict[str, np.ndarray]:
     path = newest_complete(folder) if step is None else folder / f"step-{step:08d}"
     tensors = read_checkpoint(path).tensors
     return {f"{part}/{name}": array for part, arrays in tensors.items() for name, array in arrays.items()}
-
-
-def assert_same_bits(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> None:
-    assert left.keys() == right.keys()
-    different = [name for name in left if left[name].tobytes() != right[name].tobytes()]
-    assert not different, f"other bits in {different}"
 
 
 def assert_same_run(output: Path, right: Path) -> None:

@@ -3,17 +3,25 @@
 import threading
 
 import pytest
+from tiny_trainer import make_window
 
 from trainer.arrays import memory, operators, tiles
 from trainer.arrays.attention import blocks, positions
 from trainer.arrays.moe import experts
 from trainer.arrays.vocabulary import head
+from trainer.data import Batch
 from trainer.device.threads import set_up_cpu_threads
 from trainer.models.spec import saved
 
 # Not in a fixture: a tensor that a test file makes while it is imported starts MindSpore's threads with their defaults,
 # and then everything that is compiled takes up to five times as long.
 set_up_cpu_threads()
+
+
+@pytest.fixture(scope="module")
+def window() -> list[Batch]:
+    """Returns a window of unequal micro-batches, one of which has no label."""
+    return make_window(12, 3, 0, 7)
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import mindspore
 import numpy as np
 import pytest
 from golden_decoder import GoldenDecoder, golden_decoder
 from golden_files import load_model_case, load_peft_modules
 from mindspore import Tensor
-from numpy_kernels import distance
+from model_gradients import model_gradients
+from numpy_kernels import assert_same_bits, distance
 from safetensors.numpy import load_file, save_file
 from tolerances import decoder_limits
 
@@ -73,9 +73,7 @@ class FamilyModel:
         again = self.folder / "again"
         export(config, again, merge=False)
         saved = load_file(again / "model.safetensors")
-        assert saved.keys() == self.case.weights.keys()
-        for name, array in saved.items():
-            np.testing.assert_array_equal(array, self.case.weights[name], err_msg=name)
+        assert_same_bits(saved, self.case.weights)
         written = json.loads((again / "config.json").read_text())
         others = {"dtype", "use_cache", "bos_token_id", "eos_token_id", "router_aux_loss_coef"}  # see `config`
         for key in written.keys() & self.described.keys() - others:
@@ -92,14 +90,12 @@ class FamilyModel:
         case, model, inputs = built.case, built.model, built.inputs
         limits = decoder_limits(model.settings, rows=len(case.input_ids))
         assert distance(model.logits(inputs).asnumpy().reshape(case.logits.shape), case.logits) < limits.loss
-        parameters = {name: one for name, one in model.parameters_by_name.items() if not is_buffer(name)}
-        run = mindspore.value_and_grad(
-            lambda: model(inputs, None, RouterStatistics()).total, None, tuple(parameters.values())
+        names = [name for name in model.parameters_by_name if not is_buffer(name)]
+        loss_sum, gradients = model_gradients(model, inputs, names)
+        assert distance(loss_sum, np.float32(case.loss_sum)) < limits.loss
+        found = to_disk(
+            {name: one / case.valid_tokens for name, one in gradients.items()}, self.described["architectures"][0]
         )
-        loss_sum, gradients = run()
-        assert distance(loss_sum.asnumpy(), np.float32(case.loss_sum)) < limits.loss
-        arrays = {name: one.asnumpy() / case.valid_tokens for name, one in zip(parameters, gradients, strict=True)}
-        found = to_disk(arrays, self.described["architectures"][0])
         assert found.keys() == case.gradients.keys()
         for name, gradient in found.items():
             right = case.gradients[name]

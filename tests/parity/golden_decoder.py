@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import mindspore
 import numpy as np
 import pytest
 from golden_files import AdapterCase, ModelCase
 from mindspore import Tensor
-from numpy_kernels import distance
+from model_gradients import model_gradients
+from numpy_kernels import assert_close, distance
 from tolerances import decoder_limits
 
 from trainer.checkpoint.adapters import PREFIX
@@ -19,7 +19,7 @@ from trainer.config.schema.model import ModelConfig
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
-from trainer.models.inputs import InputBuilder, ModelInputs, RouterStatistics
+from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.spec.shapes import adapter_shapes
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
@@ -45,31 +45,21 @@ class GoldenDecoder(NamedTuple):
         case, model, inputs = self.case, self.model, self.inputs
         limits = decoder_limits(model.settings, rows=len(case.input_ids))
         assert distance(model.logits(inputs).asnumpy().reshape(case.logits.shape), case.logits) < limits.loss
-        names, parameters = zip(*model.parameters_by_name.items(), strict=True)
-        gradient = mindspore.value_and_grad(lambda: model(inputs, None, RouterStatistics()).total, None, parameters)
-        loss_sum, gradients = gradient()
-        assert distance(loss_sum.asnumpy(), np.float32(case.loss_sum)) < limits.loss
+        loss_sum, gradients = model_gradients(model, inputs, model.parameters_by_name)
+        assert distance(loss_sum, np.float32(case.loss_sum)) < limits.loss
         assert int(inputs.valid_N1.asnumpy().sum()) == case.valid_tokens
         right = fitting_weights(case.gradients, model.settings, Path(case.name))
-        for name, value in zip(names, gradients, strict=True):
-            assert distance(value.asnumpy() / case.valid_tokens, right[name]) < limits.gradients, name
+        assert_close({name: value / case.valid_tokens for name, value in gradients.items()}, right, limits.gradients)
 
     def check_adapters(self, case: AdapterCase) -> None:
         """Checks that logits, loss and the gradients of all adapters are those of PEFT."""
-        model = self.model
-        inputs = self.inputs
+        model, inputs = self.model, self.inputs
         limits = decoder_limits(model.settings, rows=len(case.logits))
-        logits = model.logits(inputs).asnumpy().reshape(case.logits.shape)
-        assert distance(logits, case.logits) < limits.loss
-        names = list(adapter_shapes(model.settings))
-        trained = [model.parameters_by_name[each] for each in names]
-        run = mindspore.value_and_grad(lambda: model(inputs, None, RouterStatistics()).total, None, trained)
-        loss_sum, gradients = run()
-        assert distance(loss_sum.asnumpy(), np.float32(case.loss_sum)) < limits.loss
-        assert {PREFIX + each for each in names} == case.gradients.keys()
-        for each, gradient in zip(names, gradients, strict=True):
-            right = case.gradients[PREFIX + each]
-            assert distance(gradient.asnumpy() / case.valid_tokens, right) < limits.gradients, each
+        assert distance(model.logits(inputs).asnumpy().reshape(case.logits.shape), case.logits) < limits.loss
+        loss_sum, gradients = model_gradients(model, inputs, adapter_shapes(model.settings))
+        assert distance(loss_sum, np.float32(case.loss_sum)) < limits.loss
+        found = {PREFIX + name: gradient / case.valid_tokens for name, gradient in gradients.items()}
+        assert_close(found, case.gradients, limits.gradients)
 
     def check_generation(self, *prompt_tokens: int, new_tokens: int) -> None:
         """Checks the generation of the beginnings of rows, so many tokens of each."""

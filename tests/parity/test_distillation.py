@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import mindspore
 import numpy as np
 import numpy_kernels
 import pytest
@@ -21,9 +20,10 @@ from golden_distillation_cases import (
     write_drawn_model,
     write_model,
 )
+from model_gradients import model_gradients
 from native_layers import HIDDEN, VOCABULARY, Case, normal
-from numpy_kernels import distance
-from tiny_trainer import MODEL, make_batch
+from numpy_kernels import assert_close, assert_same_bits, distance
+from tiny_trainer import MODEL, join, make_batch, make_window
 from tiny_trainer import config_of as tiny_config
 from tolerances import (
     DIVERGENCE_BFLOAT16,
@@ -41,8 +41,7 @@ from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.hugging_face import class_on_disk
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.config import Config, parse_config
-from trainer.data.batches.batch import Batch, WeightedBatch, concatenate, padding_batch
-from trainer.models.inputs import RouterStatistics
+from trainer.data.batches.batch import Batch, WeightedBatch
 from trainer.models.spec.model import NormSpec
 from trainer.run.session import open_session, open_teacher, open_training
 from trainer.step.evaluate import evaluate
@@ -137,17 +136,14 @@ def test_losses_and_gradients_are_those_of_pytorch(case: DistillationCase, tmp_p
     session = open_session(config, load_initial_weights(config))
     inputs = session.build_inputs(Batch(student.input_ids, student.labels, student.positions, student.segment_ids))
     limits = decoder_limits(config.decoder, rows=len(student.input_ids))
-    names, parameters = zip(*session.model.parameters_by_name.items(), strict=True)
-    run = mindspore.value_and_grad(lambda: session.model(inputs, None, RouterStatistics()).total, None, parameters)
-    total, gradients = run()
+    total, gradients = model_gradients(session.model, inputs, session.model.parameters_by_name)
     tokens = student.valid_tokens
-    assert distance(total.asnumpy() / tokens, np.float32(right["total"])) < limits.loss
+    assert distance(total / tokens, np.float32(right["total"])) < limits.loss
     compared = inputs.distillation
     assert distance(np.float32(compared.cross_entropy / tokens), np.float32(right["loss"])) < limits.loss
     # The divergence is a difference of two losses: so is its error, at the temperature.
     assert abs(compared.divergence / tokens - right["kl"]) < limits.loss * right["loss"] / case.temperature
-    by_name = {name: each.asnumpy() for name, each in zip(names, gradients, strict=True)}
-    on_disk = to_disk(by_name, class_on_disk(config))
+    on_disk = to_disk(gradients, class_on_disk(config))
     assert right["gradients"].keys() == on_disk.keys()
     for name, gradient in on_disk.items():
         ours = np.array(summary(np.asarray(gradient) / tokens))
@@ -180,10 +176,8 @@ LIMITS = decoder_limits(tiny_config().decoder, rows=4)
 
 
 def test_micro_batches_of_unequal_labels_equal_one_batch(folder: Path) -> None:
-    parts = [make_batch(seed, valid) for seed, valid in enumerate((3, 11, 0, 7), start=1)]
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = concatenate(joined, part)
+    parts = make_window(3, 11, 0, 7)
+    joined = join(parts, 4)
     split = distilling_step(folder)
     found = split(parts)
     whole = distilling_step(folder)
@@ -191,11 +185,9 @@ def test_micro_batches_of_unequal_labels_equal_one_batch(folder: Path) -> None:
     assert found.tokens == right.tokens == 21
     assert found.loss == pytest.approx(right.loss, rel=LIMITS.loss)
     assert found.losses["kl"] == pytest.approx(right.losses["kl"], rel=RUN_LOSSES)
-    theirs = gradients_of(whole)
-    for name, gradient in gradients_of(split).items():
-        assert distance(gradient, theirs[name]) < LIMITS.gradients, name
+    assert_close(gradients_of(split), gradients_of(whole), LIMITS.gradients)
     # Padding and the weights of records change what is divided, and by what.
-    padded = distilling_step(folder)([concatenate(joined, padding_batch(2, MODEL["seq_length"]))])
+    padded = distilling_step(folder)([join(parts, 6)])
     assert padded.losses["kl"] == pytest.approx(right.losses["kl"], rel=RUN_LOSSES)
     halves = np.repeat(np.array([[0.5], [2], [1], [1]], np.float32), MODEL["seq_length"], 1)
     columns = {"train_dataset": {"data_loader": {"type": "JsonlDataset", "columns": {"weight": "weight"}}}}
@@ -217,11 +209,11 @@ def test_the_divergence_is_that_of_the_logits(folder: Path) -> None:
     """Also in an evaluation, whose loss is the cross entropy."""
     config = tiny_config(loss={"type": "distillation", "teacher": str(folder), "temperature": 3.0}, seed=5)
     session = open_session(config)
-    batch = make_batch(2, 9, rows=2)
-    result = evaluate(session.model, session.build_inputs, [batch, make_batch(3, 4)], lambda: False)
+    batches = [make_batch(2, 9, rows=2), make_batch(3, 4)]
+    result = evaluate(session.model, session.build_inputs, batches, lambda: False)
     teacher = open_teacher(config, "CPU")
     total = 0.0
-    for each in (batch, make_batch(3, 4)):
+    for each in batches:
         ours = session.model.logits(session.build_inputs(each)).asnumpy().astype(np.float64)
         theirs = teacher.model.logits(teacher.build_inputs(each)).asnumpy().astype(np.float64)
         target, log_probs = log_softmax(theirs / 3), log_softmax(ours / 3)
@@ -229,7 +221,7 @@ def test_the_divergence_is_that_of_the_logits(folder: Path) -> None:
         total += (np.exp(target) * (target - log_probs)).sum(-1)[counts].sum()
     assert result.kl == pytest.approx(total / 13, rel=RUN_LOSSES)
     alone = open_session(tiny_config(seed=5))
-    plain = evaluate(alone.model, alone.build_inputs, [batch, make_batch(3, 4)], lambda: False)
+    plain = evaluate(alone.model, alone.build_inputs, batches, lambda: False)
     assert plain.loss == result.loss and plain.kl is None
 
 
@@ -255,9 +247,7 @@ def test_recomputation_and_adapters_leave_the_teacher_alone(folder: Path) -> Non
     again = distilling_step(folder, recompute_config={"recompute": True})
     found = again([batch])
     assert (found.loss, found.losses, found.global_norm) == (known.loss, known.losses, known.global_norm)
-    theirs = gradients_of(right)
-    for name, gradient in gradients_of(again).items():
-        np.testing.assert_array_equal(gradient, theirs[name], err_msg=name)
+    assert_same_bits(gradients_of(again), gradients_of(right))
     with_adapters = distilling_step(folder, model={"pet_config": {"lora_rank": 2, "target_modules": ".*"}})
     assert with_adapters([batch]).losses["kl"] == pytest.approx(known.losses["kl"], rel=RUN_LOSSES)
 

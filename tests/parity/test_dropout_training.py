@@ -7,13 +7,14 @@ import itertools
 import numpy as np
 import pytest
 from drawn_masks import drawn_masks
-from numpy_kernels import distance
+from numpy_kernels import assert_close, assert_same_bits
 from tiny_trainer import (
     MODEL,
+    NATIVE,
     TOKENS,
     TinyTrainer,
-    assert_same_bits,
     config_of,
+    loss_and_gradients,
     make_batch,
     same_bits,
     shared_trainer,
@@ -31,17 +32,11 @@ from trainer.step.train_step import TrainStep
 LAYERS, SITES = 2, 3
 RATES = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 LIMITS = decoder_limits(config_of().decoder)
-NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
 
 
 @pytest.fixture(scope="module")
 def tiny() -> TinyTrainer:
     return shared_trainer(**RATES)
-
-
-@pytest.fixture(scope="module")
-def window() -> list[Batch]:
-    return [make_batch(seed, valid) for seed, valid in enumerate((12, 3, 0, 7))]
 
 
 def train(tiny: TinyTrainer, window: list[Batch], seed: int) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -63,7 +58,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny: TinyTraine
 
 def loss_of(step: TrainStep, batch: Batch, number: int, updates: int = 0) -> float:
     step.optimizer.updates = updates
-    return float(step.backward(batch, number, 1.0).loss_sum.asnumpy())
+    return loss_and_gradients(step, batch, number)[0]
 
 
 def test_step_micro_batch_and_rank_each_change_the_masks(tiny: TinyTrainer, window: list[Batch]) -> None:
@@ -98,11 +93,12 @@ def test_every_mask_of_a_run_has_its_own_name(
 def test_native_layers_drop_what_cells_drop(tiny: TinyTrainer, window: list[Batch]) -> None:
     cells = shared_trainer(compiled=False, **RATES)
     for number in (0, 1):
-        results = [trainer.step().backward(window[0], number, 1.0) for trainer in (tiny, cells)]
-        ours, right = results
-        assert ours.loss_sum.asnumpy() == pytest.approx(right.loss_sum.asnumpy(), rel=LIMITS.loss)
-        for mine, exact in zip(ours.gradients, right.gradients, strict=True):
-            assert distance(mine.asnumpy(), exact.asnumpy()) < LIMITS.gradients
+        assert_same_backward(*(loss_and_gradients(one.step(), window[0], number) for one in (tiny, cells)))
+
+
+def assert_same_backward(ours: tuple[float, dict], right: tuple[float, dict]) -> None:
+    assert ours[0] == pytest.approx(right[0], rel=LIMITS.loss)
+    assert_close(ours[1], right[1], LIMITS.gradients)
 
 
 def test_evaluation_drops_nothing(tiny: TinyTrainer, window: list[Batch]) -> None:
@@ -136,7 +132,7 @@ def test_noise_on_embeddings_is_what_other_embeddings_would_be() -> None:
     key = DropoutKey(3, 1, 2, 4)
     step = noisy.step(rank=1, seed=3)
     step.optimizer.updates = 2
-    ours = step.backward(batch, 4, 1.0)
+    ours = loss_and_gradients(step, batch, 4)
     random = np.random.Philox(key=[3, 0xD0 + (1 << 8)], counter=[0, 2, 4, NOISE_SITE])
     uniform = np.random.Generator(random).random((TOKENS, width), np.float32) * 2 - 1
     limits = 5 / np.sqrt(np.repeat([7, 5], [7, 5]) * width)
@@ -148,10 +144,7 @@ def test_noise_on_embeddings_is_what_other_embeddings_would_be() -> None:
     embedding = plain.initial["model.embed_tokens.weight"].copy()
     embedding[:TOKENS] += exact.astype(np.float32)
     plain.set_weight("model.embed_tokens.weight", embedding)
-    right = other.backward(batch, 0, 1.0)
-    assert ours.loss_sum.asnumpy() == pytest.approx(right.loss_sum.asnumpy(), rel=LIMITS.loss)
-    for mine, theirs in zip(ours.gradients, right.gradients, strict=True):
-        assert distance(mine.asnumpy(), theirs.asnumpy()) < LIMITS.gradients
+    assert_same_backward(ours, loss_and_gradients(other, batch))
 
 
 def test_noise_is_drawn_in_training_only_and_again_with_the_same_key(window: list[Batch]) -> None:

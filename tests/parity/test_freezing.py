@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from numpy_kernels import assert_same_bits
 from operator_counts import operator_counts
 from product_counts import product_counts
-from tiny_trainer import TinyTrainer, make_batch, shared_trainer
+from tiny_trainer import TinyTrainer, by_name, make_window, shared_trainer
 
 from trainer.data import Batch
 from trainer.models.spec.names import EMBEDDING
@@ -37,7 +38,7 @@ CASES = [
     *((name, "native") for name in FREEZES), ("upper layer", "cells"), ("all but norms", "cells"),
     ("lower half", "compiled cells"), ("matrices", "compiled cells"),
 ]  # fmt: skip
-WINDOW = [make_batch(seed, valid) for seed, valid in enumerate((12, 3, 0, 7))]
+WINDOW = make_window(12, 3, 0, 7)
 
 
 class Partial(NamedTuple):
@@ -46,11 +47,6 @@ class Partial(NamedTuple):
     kind: str
     trainer: TinyTrainer
     right: dict[str, np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def window() -> list[Batch]:
-    return WINDOW
 
 
 @functools.cache
@@ -67,15 +63,13 @@ def partial(request: pytest.FixtureRequest) -> Partial:
 
 def gradients(trainer: TinyTrainer, window: list[Batch]) -> dict[str, np.ndarray]:
     step = trainer.step()
-    found = accumulate(window, step.backward).gradients
-    return {name: gradient.asnumpy() for name, gradient in zip(step.optimizer.parameters, found, strict=True)}
+    return by_name(step, accumulate(window, step.backward).gradients)
 
 
 def assert_trained_get_the_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], missing: int) -> None:
     assert len(theirs) - len(ours) == missing > 0
-    for name, gradient in ours.items():
-        assert gradient.any(), name
-        np.testing.assert_array_equal(gradient, theirs[name], err_msg=name)
+    assert_same_bits(ours, {name: theirs[name] for name in ours})
+    assert all(gradient.any() for gradient in ours.values())
 
 
 def test_trained_weights_get_the_gradients_of_the_full_model(partial: Partial, window: list[Batch]) -> None:

@@ -6,14 +6,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy_kernels import distance
-from tiny_trainer import TOKENS, TinyTrainer, assert_same_bits, make_batch, state_of
+from numpy_kernels import assert_close, assert_same_bits, distance
+from tiny_trainer import (
+    NATIVE,
+    TOKENS,
+    TinyTrainer,
+    check_adapters_are_merged_weights,
+    loss_and_gradients,
+    make_batch,
+    make_window,
+    state_of,
+    with_random_adapters,
+)
 from tolerances import decoder_limits
 
 from trainer.checkpoint.adapters import merge_adapters
 from trainer.data import Batch
 from trainer.models.generate import Generator
-from trainer.models.spec.shapes import adapter_shapes
 
 LATENT = {
     "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 8,
@@ -24,25 +33,13 @@ ADAPTERS = {"pet_config": {"lora_rank": 3, "lora_alpha": 7.5, "target_modules": 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 
 
-NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
-
-
 def tiny(sections: dict | None = None, native: bool = True, **model: object) -> TinyTrainer:
     return TinyTrainer(native, sections, **LATENT | model)
 
 
-def with_adapters(native: bool) -> TinyTrainer:
-    """Draws B, which is zero at first and would hide most mistakes."""
-    made, random = tiny(native=native, **ADAPTERS), np.random.default_rng(8)
-    for name, shape in adapter_shapes(made.model.settings).items():
-        made.initial[name] = random.normal(0, 0.15, shape).astype(np.float32)
-        made.set_weight(name, made.initial[name])
-    return made
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["native", "cells"])
 def adapted(request: pytest.FixtureRequest) -> TinyTrainer:
-    return with_adapters(request.param)
+    return with_random_adapters(tiny(native=request.param, **ADAPTERS))
 
 
 def check_cache(made: TinyTrainer) -> None:
@@ -68,31 +65,16 @@ def test_a_cache_of_latent_vectors_gives_the_numbers_of_the_whole_row(adapted: T
 
 
 def test_adapters_and_merged_weights_are_the_same_model(adapted: TinyTrainer) -> None:
-    """Logits, and the adapters' gradients by the chain rule: of V = W + s B A, dA = s B^T dV and dB = s dV A^T."""
-    dense, batch = tiny(native=adapted.kernels.host_layers), make_batch(1, 9, rows=2)
+    dense = tiny(native=adapted.kernels.host_layers)
     dense.initial = merge_adapters(adapted.initial, adapted.model.settings)
-    limits = decoder_limits(dense.model.settings, rows=2)
-    found = []
-    for trainer in (adapted, dense):
-        step = trainer.step()
-        part = step.backward(batch, 0, 1.0)
-        names = step.optimizer.parameters
-        found.append({name: one.asnumpy() for name, one in zip(names, part.gradients, strict=True)})
-    logits = [one.model.logits(one.build_inputs(batch)).asnumpy() for one in (adapted, dense)]
-    assert distance(logits[0], logits[1]) < limits.loss
-    names = {name.split(".")[4] for name in found[0] if ".self_attn." in name}
+    gradients = check_adapters_are_merged_weights(adapted, dense, make_batch(1, 9, rows=2), scale=2.5)
+    names = {name.split(".")[4] for name in gradients if ".self_attn." in name}
     assert names == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
-    for name, gradient in found[0].items():
-        weight, kind = name.split(".lora_")
-        a, b = (adapted.initial[f"{weight}.lora_{part}.weight"] for part in "AB")
-        whole = found[1][f"{weight}.weight"]
-        exact = 2.5 * b.T @ whole if kind.startswith("A") else 2.5 * whole @ a.T
-        assert distance(gradient, exact) < limits.gradients, name
 
 
 @NATIVE
 def test_recomputation_with_dropout_gives_the_same_bits(native: bool) -> None:
-    window = [make_batch(seed, valid) for seed, valid in enumerate((12, 3))]
+    window = make_window(12, 3)
     states = []
     for recompute in ({}, {"recompute": True}, {"select_recompute": ["attention"]}):
         trainer = tiny({"recompute_config": recompute}, native, **DROPOUT)
@@ -110,15 +92,10 @@ def test_cells_without_norms_have_the_numbers_of_native_layers() -> None:
     for native in (True, False):
         trainer = tiny(native=native, use_qk_norm=False, softmax_scale=0.4)
         check_cache(trainer)
-        step = trainer.step()
-        part = step.backward(batch, 0, 1.0)
-        names = step.optimizer.parameters
-        found.append({name: one.asnumpy() for name, one in zip(names, part.gradients, strict=True)})
-        found[-1]["logits"] = trainer.model.logits(trainer.build_inputs(batch)).asnumpy()
+        gradients = loss_and_gradients(trainer.step(), batch)[1]
+        found.append(gradients | {"logits": trainer.model.logits(trainer.build_inputs(batch))})
     assert not any("_a_layernorm" in name for name in found[0])
-    limit = 2 * decoder_limits(trainer.model.settings, rows=2).gradients  # both are rounded
-    for name, right in found[0].items():
-        assert distance(found[1][name], right) < limit, name
+    assert_close(found[1], found[0], 2 * decoder_limits(trainer.model.settings, rows=2).gradients)  # both are rounded
 
 
 def test_it_learns_by_muon_with_frozen_norms() -> None:

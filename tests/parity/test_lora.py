@@ -14,12 +14,24 @@ import numpy_kernels
 import pytest
 from drawn_masks import drawn_masks
 from mindspore import Tensor, nn
-from numpy_kernels import central_differences, distance
+from numpy_kernels import assert_close, assert_same_bits, central_differences, distance
 from product_counts import product_counts
-from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, same_bits, state_of
+from tiny_trainer import (
+    NATIVE,
+    TinyTrainer,
+    check_adapters_are_merged_weights,
+    config_of,
+    loss_and_gradients,
+    make_batch,
+    make_window,
+    same_bits,
+    state_of,
+    with_random_adapters,
+)
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.checkpoint.adapters import merge_adapters
+from trainer.data import Batch
 from trainer.models.block import Projection
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import RouterStatistics
@@ -35,21 +47,11 @@ SOME = ".*layers.0.*(q_proj|down_proj)|.*layers.1.*(wv|w1|w2)"
 SEARCHED = {"target_modules": r"layers\.[0-2]\..*linear_(qkv|fc2)", "exclude_layers": r"decoder\.layers\.1$"}
 DENSE = {"qkv_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True}
 LIMITS = decoder_limits(config_of().decoder, rows=1)
-NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
 
 
 def adapted(targets: str = ALL, dropout: float = 0.0, **section: object) -> dict:
     pet = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": dropout, "target_modules": targets}
     return {"pet_config": pet | section}
-
-
-def with_random_adapters(tiny: TinyTrainer, seed: int = 8) -> TinyTrainer:
-    """Draws B, which is zero at first and would hide most mistakes."""
-    random = np.random.default_rng(seed)
-    for name, shape in adapter_shapes(tiny.model.settings).items():
-        tiny.initial[name] = random.normal(0, 0.15, shape).astype(np.float32)
-        tiny.set_weight(name, tiny.initial[name])
-    return tiny
 
 
 @functools.cache
@@ -67,12 +69,12 @@ def merged_dense(tiny: TinyTrainer) -> TinyTrainer:
     return dense
 
 
-def losses_and_gradients(tiny: TinyTrainer, batch, number: int = 0) -> tuple[float, dict[str, np.ndarray]]:
-    step = tiny.step()
-    part = step.backward(batch, number, 1.0)
-    return float(part.loss_sum.asnumpy()), {
-        name: gradient.asnumpy() for name, gradient in zip(step.optimizer.parameters, part.gradients, strict=True)
-    }
+def assert_same_backward(ours: TinyTrainer, right: TinyTrainer, batch: Batch, number: int) -> None:
+    """Compares loss and gradients of a micro-batch with this number."""
+    loss, gradients = loss_and_gradients(ours.step(), batch, number)
+    right_loss, expected = loss_and_gradients(right.step(), batch, number)
+    assert loss == pytest.approx(right_loss, rel=LIMITS.loss)
+    assert_close(gradients, expected, LIMITS.gradients)
 
 
 # One projection
@@ -100,18 +102,15 @@ def test_a_projection_and_its_gradients(compiled: bool, bias: bool, dropout: flo
     upstream = random.normal(0, 1, (5, 8))
     tensors = [Tensor(array.astype(np.float32)) for array in arrays]
 
-    def run(x, weight, bias_O, a, b, mask_NI, upstream_NO):
-        taken = [None] * len(names)
-        for part, tensor in {"weight": weight, "bias": bias_O, "lora_A.weight": a, "lora_B.weight": b}.items():
-            if f"self_attn.k_proj.{part}" in names:
-                taken[names.index(f"self_attn.k_proj.{part}")] = tensor
-        if mask_NI is not None:
-            taken[names.index("self_attn.k_proj.lora_dropout")] = mask_NI
-        return (projection(x, tuple(taken)) * upstream_NO).sum()
-
     class Outer(nn.Cell):
         def construct(self, x, weight, bias_O, a, b, mask_NI, upstream_NO):
-            return run(x, weight, bias_O, a, b, mask_NI, upstream_NO)
+            taken = [None] * len(names)
+            for part, tensor in {"weight": weight, "bias": bias_O, "lora_A.weight": a, "lora_B.weight": b}.items():
+                if f"self_attn.k_proj.{part}" in names:
+                    taken[names.index(f"self_attn.k_proj.{part}")] = tensor
+            if mask_NI is not None:
+                taken[names.index("self_attn.k_proj.lora_dropout")] = mask_NI
+            return (projection(x, tuple(taken)) * upstream_NO).sum()
 
     outer = Outer()
     call = mindspore.jit(outer.construct) if compiled else outer
@@ -143,26 +142,11 @@ def tiny() -> TinyTrainer:
     ids=["all", "some", "two layers of four"],
 )
 def test_adapters_and_merged_weights_are_the_same_model(model: dict, native: bool) -> None:
-    """Logits of both; the adapters' gradients by the chain rule: of V = W + s B A, dA = s B^T dV and dB = s dV A^T."""
     mine = with_random_adapters(TinyTrainer(native, **model))
-    dense, batch = merged_dense(mine), make_batch(1, 9)
-    mine.step()
-    logits = [tiny.model.logits(tiny.build_inputs(batch)).asnumpy() for tiny in (mine, dense)]
-    assert distance(logits[0], logits[1]) < LIMITS.loss
-    loss, gradients = losses_and_gradients(mine, batch)
-    right_loss, right = losses_and_gradients(dense, batch)
-    assert loss == pytest.approx(right_loss, rel=LIMITS.loss)
-    assert gradients.keys() == adapter_shapes(mine.model.settings).keys()
+    gradients = check_adapters_are_merged_weights(mine, merged_dense(mine), make_batch(1, 9), ALPHA / RANK)
     if "num_layers" in model:
         layers = {"model.layers.0", "model.layers.2", "model.layers.4"}
         assert {name[: len("model.layers.0")] for name in gradients} == layers
-    scale = ALPHA / RANK
-    for name in gradients:
-        weight, kind = name.split(".lora_")
-        a, b = (mine.initial[f"{weight}.lora_{part}.weight"] for part in "AB")
-        whole = right[f"{weight}.weight"]
-        exact = scale * b.T @ whole if kind.startswith("A") else scale * whole @ a.T
-        assert distance(gradients[name], exact) < LIMITS.gradients, name
 
 
 @NATIVE
@@ -217,11 +201,10 @@ def test_no_gradient_of_the_base_is_computed(tiny: TinyTrainer, monkeypatch: pyt
         lambda: whole.model(inputs, None, RouterStatistics()).total, None, list(parameters.values())
     )
     everything = dict(zip(parameters, all_of()[1], strict=True))
-    mine = losses_and_gradients(tiny, batch)[1]
-    assert mine.keys() == adapter_shapes(tiny.model.settings).keys()
-    for name, gradient in mine.items():
-        np.testing.assert_array_equal(gradient, everything[name].asnumpy(), err_msg=name)
     step = tiny.step()
+    mine = loss_and_gradients(step, batch)[1]
+    assert mine.keys() == adapter_shapes(tiny.model.settings).keys()
+    assert_same_bits(mine, {name: everything[name] for name in mine})
     matrices = 7 * tiny.model.settings.num_layers + 1  # with the head
     first_input = 6
     assert count(all_of) - count(lambda: step.backward(batch, 0, 1.0)) == matrices + first_input
@@ -237,8 +220,8 @@ def test_the_bits_do_not_depend_on_what_else_is_computed(name: str, how: str, re
     else:
         base = frozenset(parameter_shapes(settings))
         other = built(mine, frozen=base, recomputed=("attention", "mlp"))
-    loss, gradients = losses_and_gradients(mine, batch, number=1)
-    same_loss, same = losses_and_gradients(other, batch, number=1)
+    loss, gradients = loss_and_gradients(mine.step(), batch, 1)
+    same_loss, same = loss_and_gradients(other.step(), batch, 1)
     assert same_loss == loss
     assert_same_bits(same, gradients)
 
@@ -248,13 +231,10 @@ def test_a_block_that_is_computed_again_has_the_same_gradients() -> None:
     model, batch = {**adapted(ALL, RATE), "hidden_dropout": 0.1, "num_layers": 1}, make_batch(6, 9)
     cells = with_random_adapters(TinyTrainer(compiled=False, **model))
     for host_layers in (True, False):
-        again = TinyTrainer(sections={"recompute_config": {"recompute": True}}, host_layers=host_layers, **model)
-        with_random_adapters(again)
+        sections = {"recompute_config": {"recompute": True}}
+        again = with_random_adapters(TinyTrainer(sections=sections, host_layers=host_layers, **model))
         for number in (0, 1):  # a mask baked in at compilation would be right for the first only
-            loss, gradients = losses_and_gradients(again, batch, number)
-            right_loss, right = losses_and_gradients(cells, batch, number)
-            assert loss == pytest.approx(right_loss, rel=LIMITS.loss)
-            assert all(distance(gradients[name], right[name]) < LIMITS.gradients for name in right)
+            assert_same_backward(again, cells, batch, number)
 
 
 # Dropout
@@ -273,7 +253,7 @@ def cells_dropping() -> TinyTrainer:
 def test_dropout_repeats_and_native_layers_drop_what_cells_drop(
     dropping: TinyTrainer, cells_dropping: TinyTrainer
 ) -> None:
-    window = [make_batch(seed, 6) for seed in range(3)]
+    window = make_window(6, 6, 6)
 
     def train(seed: int) -> tuple[list[float], dict]:
         step = dropping.step(seed=seed)
@@ -285,10 +265,7 @@ def test_dropout_repeats_and_native_layers_drop_what_cells_drop(
     assert_same_bits(same, state)
     assert not same_bits(train(4)[1], state)
     for number in (0, 1):
-        loss, gradients = losses_and_gradients(dropping, window[0], number)
-        right_loss, right = losses_and_gradients(cells_dropping, window[0], number)
-        assert loss == pytest.approx(right_loss, rel=LIMITS.loss)
-        assert all(distance(gradients[name], right[name]) < LIMITS.gradients for name in right)
+        assert_same_backward(dropping, cells_dropping, window[0], number)
 
 
 @pytest.mark.parametrize("name", ["dropping", "cells_dropping"])
@@ -296,7 +273,7 @@ def test_every_adapter_has_a_mask_of_its_own(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, drawn = request.getfixturevalue(name), drawn_masks(monkeypatch)
-    losses_and_gradients(tiny, make_batch(1, 4))
+    loss_and_gradients(tiny.step(), make_batch(1, 4))
     # Two layers with three other sites each, then seven for each layer, in forward order.
     adapters = sorted({(mask.site, mask.shape) for mask in drawn if mask.rate == RATE})
     assert adapters == [(6, (12, 16)), (12, (12, 24)), (15, (12, 16)), (17, (12, 16)), (19, (12, 24))]

@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 import pytest
-from numpy_kernels import distance
-from tiny_trainer import RARE_TOKEN, TinyTrainer, assert_same_bits, config_of, make_batch, shared_trainer, state_of
+from numpy_kernels import assert_close, assert_same_bits
+from tiny_trainer import NATIVE, RARE_TOKEN, TinyTrainer, config_of, make_batch, make_window, shared_trainer, state_of
 from tolerances import GRADIENTS_FLOAT16, decoder_limits, rounding_limit
 
 from trainer.data import Batch
@@ -32,7 +32,7 @@ def tiny() -> TinyTrainer:
 
 @pytest.fixture(scope="module")
 def window() -> list[Batch]:
-    return [make_batch(seed, valid) for seed, valid in enumerate((12, 3, 5, 7))]
+    return make_window(12, 3, 5, 7)
 
 
 def poisoned(window: list[Batch], place: int) -> list[Batch]:
@@ -73,7 +73,7 @@ def test_a_scale_that_is_no_power_of_two_only_rounds(tiny: TinyTrainer, window: 
     norm, right = plain(window).global_norm, tiny.weights()
     step = tiny.step(optimizer=SGD, runner_wrapper={"scale_sense": 1000.0})
     assert step(window).global_norm == pytest.approx(norm, rel=LIMITS.gradients)
-    assert max(distance(value, right[name]) for name, value in tiny.weights().items()) < LIMITS.gradients
+    assert_close(tiny.weights(), right, LIMITS.gradients)
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
@@ -205,17 +205,14 @@ def test_empty_micro_batches_are_counted(tiny: TinyTrainer, window: list[Batch])
 
 def float16_training(native: bool, scale_sense: float) -> TrainStep:
     """Returns a step from the initial weights; a later call resets the weights of an earlier one."""
-    return shared_trainer(native, compute_dtype="float16").step(
-        lambda update: 0.01,
-        optimizer=TINY_EPS,
-        runner_wrapper={"scale_sense": scale_sense},
-    )
+    trainer = shared_trainer(native, compute_dtype="float16")
+    return trainer.step(lambda update: 0.01, optimizer=TINY_EPS, runner_wrapper={"scale_sense": scale_sense})
 
 
 TINY_EPS = {"type": "AdamW", "eps": 1e-12}  # far below these gradients
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
+@NATIVE
 def test_what_float16_cannot_learn_it_learns_with_a_loss_scale(
     native: bool, tiny: TinyTrainer, window: list[Batch]
 ) -> None:

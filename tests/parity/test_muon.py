@@ -12,8 +12,8 @@ import math
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
-from numpy_kernels import distance
-from tiny_trainer import assert_same_bits, make_batch, shared_trainer
+from numpy_kernels import assert_same_bits, distance
+from tiny_trainer import make_batch, shared_trainer
 from tolerances import rounding_limit
 
 from trainer.config import parse_config

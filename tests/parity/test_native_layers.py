@@ -32,8 +32,8 @@ from native_layers import (
     normal,
     trained_subsets,
 )
-from numpy_kernels import distance
-from tiny_trainer import TinyTrainer, assert_same_bits, make_batch, shared_trainer
+from numpy_kernels import assert_same_bits, distance
+from tiny_trainer import TinyTrainer, make_batch, shared_trainer
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.arrays import memory, operators, tiles

@@ -13,8 +13,7 @@ import pytest
 from adamw_operator import adamw_as_documented
 from golden_files import OptimizerCase, golden_gradient, load_optimizer_case
 from mindspore import Parameter, Tensor
-from numpy_kernels import distance
-from tiny_trainer import assert_same_bits
+from numpy_kernels import assert_same_bits, distance
 from tolerances import rounding_limit
 
 from trainer.config import parse_config

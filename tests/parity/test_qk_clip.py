@@ -9,7 +9,8 @@ import math
 
 import numpy as np
 import pytest
-from tiny_trainer import TOKENS, TinyTrainer, assert_same_bits, make_batch
+from numpy_kernels import assert_same_bits
+from tiny_trainer import TOKENS, TinyTrainer, make_batch
 from tolerances import decoder_limits
 
 from trainer.data import Batch

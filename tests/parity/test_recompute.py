@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from drawn_masks import drawn_masks
 from fork_server import FORKED, ensure_server
+from numpy_kernels import assert_same_bits
 from operator_counts import operator_counts
 from product_counts import product_counts
 from recompute_memory import LAYERS
-from tiny_trainer import assert_same_bits, config_of, garbage_of, make_batch, shared_trainer, state_of
+from tiny_trainer import NATIVE, config_of, garbage_of, shared_trainer, state_of
 from tolerances import decoder_limits
 
 from trainer.data import Batch
@@ -33,12 +34,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "feed-forward": {"select_recompute": [r"feed_forward\.mul"]},
     "a mixture": {"recompute": 1, "select_recompute": {"attention": [1]}},  # one layer as blocks, one as attention
 }
-NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
-
-
-@pytest.fixture(scope="module")
-def window() -> list[Batch]:
-    return [make_batch(seed, valid) for seed, valid in enumerate((12, 3, 0, 7))]
 
 
 def trained(window: list[Batch], recompute: dict, sections: dict | None = None, steps: int = 2, **build: Any) -> dict:

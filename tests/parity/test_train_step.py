@@ -15,14 +15,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from mindspore import Tensor
-from numpy_kernels import distance
+from numpy_kernels import assert_close, assert_same_bits, distance
 from tiny_trainer import (
     RARE_TOKEN,
     TinyTrainer,
-    assert_same_bits,
     config_of,
     garbage_of,
     join,
+    loss_and_gradients,
     make_batch,
     shared_trainer,
     state_of,
@@ -50,11 +50,6 @@ def tiny() -> TinyTrainer:
     return shared_trainer()
 
 
-@pytest.fixture(scope="module")
-def window() -> list[Batch]:
-    return [make_batch(seed, valid) for seed, valid in enumerate(VALID_COUNTS)]
-
-
 def clip(max_norm: float) -> dict:
     return {"use_clip_grad": True, "max_grad_norm": max_norm}
 
@@ -69,8 +64,7 @@ def assert_same_window(ours: StepGradients, right: StepGradients) -> None:
     assert ours.tokens == right.tokens
     assert ours.loss == pytest.approx(right.loss, rel=LIMITS.loss)
     assert norm_of(ours.gradients) == pytest.approx(norm_of(right.gradients), rel=LIMITS.gradients)
-    for mine, exact in zip(ours.gradients, right.gradients, strict=True):
-        assert distance(mine.asnumpy(), exact.asnumpy()) < LIMITS.gradients
+    assert_close(ours.gradients, right.gradients, LIMITS.gradients)
 
 
 @pytest.mark.parametrize("length", [4, 3, 2, 1])
@@ -112,8 +106,7 @@ def test_a_count_of_tokens_that_stays_on_the_device_gives_the_same_bits(tiny: Ti
     ours, right = (accumulate(window, step.backward, 1024.0, each) for each in (KeepsTensors(), None))
     assert (ours.tokens, ours.empty) == (right.tokens, right.empty) == (22, 1)
     assert ours.loss == pytest.approx(right.loss, rel=LIMITS.loss)
-    for mine, exact in zip(ours.gradients, right.gradients, strict=True):
-        np.testing.assert_array_equal(mine.asnumpy(), exact.asnumpy())
+    assert_same_bits(ours.gradients, right.gradients)
     nothing = accumulate([window[2]] * 2, step.backward, 1024.0, KeepsTensors())
     assert (nothing.tokens, nothing.empty, nothing.gradients) == (0, 2, None)
 
@@ -134,8 +127,7 @@ def test_the_whole_step_is_that_of_one_large_batch(tiny: TinyTrainer, window: li
     assert (parts.tokens, parts.lr, parts.updated) == (whole.tokens, whole.lr, whole.updated) == (22, 0.1, True)
     assert parts.loss == pytest.approx(whole.loss, rel=LIMITS.loss)
     assert parts.global_norm == pytest.approx(whole.global_norm, rel=LIMITS.gradients)
-    for name, value in tiny.weights().items():
-        assert distance(weights[name], value) < LIMITS.gradients, name
+    assert_close(weights, tiny.weights(), LIMITS.gradients)
 
 
 def test_a_micro_batch_without_a_valid_token_is_skipped_and_keeps_its_number(
@@ -152,8 +144,7 @@ def test_a_micro_batch_without_a_valid_token_is_skipped_and_keeps_its_number(
     assert numbers == [0, 1, 3]
     without = accumulate([window[0], window[1], window[3]], step.backward)
     assert with_empty.loss == without.loss
-    for ours, theirs in zip(with_empty.gradients, without.gradients, strict=True):
-        np.testing.assert_array_equal(ours.asnumpy(), theirs.asnumpy())
+    assert_same_bits(with_empty.gradients, without.gradients)
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD | {"weight_decay": 0.1}], ids=["AdamW", "SGD"])
@@ -370,8 +361,8 @@ def test_weights_of_records_make_the_loss_a_weighted_mean() -> None:
     parts = []
     for batch in batches:
         step = trainer.step()
-        found = step.backward(batch, 0, 1.0)
-        parts.append((float(found.loss_sum.asnumpy()), [grad.asnumpy().copy() for grad in found.gradients]))
+        loss_sum, gradients = loss_and_gradients(step, batch)
+        parts.append((loss_sum, {name: gradient.copy() for name, gradient in gradients.items()}))
     counts = [9, 5, 7]
     total = sum(weight * count for weight, count in zip(weights, counts, strict=True))
     loss = sum(weight * one for weight, (one, _) in zip(weights, parts, strict=True)) / total
@@ -384,9 +375,9 @@ def test_weights_of_records_make_the_loss_a_weighted_mean() -> None:
         step = trainer.step(optimizer={"type": "SGD", "momentum": 0.5}, **WEIGHT_OF)
         result = step(micro_batches)
         assert result.loss == pytest.approx(loss, rel=LIMITS.loss) and result.tokens == sum(counts)
-        for number, name in enumerate(step.optimizer.parameters):  # the buffer after one step is the gradient
-            right = sum(weight * grads[number] for weight, (_, grads) in zip(weights, parts, strict=True)) / total
-            assert distance(step.optimizer.state["momentum_buffer"][name].asnumpy(), right) < LIMITS.gradients, name
+        right = {name: sum(weight * grads[name] for weight, (_, grads) in zip(weights, parts, strict=True)) / total
+                 for name in step.optimizer.parameters}  # fmt: skip
+        assert_close(step.optimizer.state["momentum_buffer"], right, LIMITS.gradients)  # after one step: the gradient
 
 
 def test_one_weight_for_all_records_changes_no_mean() -> None:

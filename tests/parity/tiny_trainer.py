@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from mindspore import Tensor
+from numpy_kernels import assert_close, distance
+from tolerances import decoder_limits
 
 from trainer.config import Config, parse_config
 from trainer.config.checks.qk_clip import clips_queries, measures_logits
@@ -17,6 +21,7 @@ from trainer.data import IGNORE_INDEX, Batch
 from trainer.data.batches.batch import concatenate, padding_batch
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
+from trainer.models.spec.shapes import adapter_shapes
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import precision_of, select_kernels
@@ -27,6 +32,7 @@ from trainer.parallel.communicator import Communicator
 from trainer.step.train_step import TrainStep
 from trainer.storage.quantized import FrozenMatrix
 
+NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
 TOKENS, VOCABULARY = 12, 19
 RARE_TOKEN = VOCABULARY - 1  # `make_batch` never draws it
 MODEL = {
@@ -110,6 +116,17 @@ class TinyTrainer:
         )  # fmt: skip
 
 
+def loss_and_gradients(step: TrainStep, batch: Batch, number: int = 0) -> tuple[float, dict[str, np.ndarray]]:
+    """Returns the sum of losses of micro-batch `number` and its gradients, by the names of the weights."""
+    part = step.backward(batch, number, 1.0)
+    return float(part.loss_sum.asnumpy()), by_name(step, part.gradients)
+
+
+def by_name(step: TrainStep, gradients: Sequence[Tensor]) -> dict[str, np.ndarray]:
+    """Returns gradients by the names of the trained weights."""
+    return {name: each.asnumpy() for name, each in zip(step.optimizer.parameters, gradients, strict=True)}
+
+
 def shared_trainer(
     compiled: bool = True, sections: dict[str, Any] | None = None, host_layers: bool | None = None, **model: Any
 ) -> TinyTrainer:
@@ -138,6 +155,36 @@ def garbage_of(step: TrainStep, window: list[Batch]) -> int:
         gc.enable()
 
 
+def with_random_adapters(tiny: TinyTrainer) -> TinyTrainer:
+    """Draws A and B of all adapters: B is zero at first and would hide most mistakes."""
+    random = np.random.default_rng(8)
+    for name, shape in adapter_shapes(tiny.model.settings).items():
+        tiny.initial[name] = random.normal(0, 0.15, shape).astype(np.float32)
+        tiny.set_weight(name, tiny.initial[name])
+    return tiny
+
+
+def check_adapters_are_merged_weights(
+    adapted: TinyTrainer, dense: TinyTrainer, batch: Batch, scale: float
+) -> dict[str, np.ndarray]:
+    """Compares adapters with their merged weights, which `dense` has: logits, loss and the adapters' gradients by the
+    chain rule: of V = W + s B A, dA = s B^T dV and dB = s dV A^T. Returns the gradients."""
+    limits = decoder_limits(dense.model.settings, rows=len(batch.labels))
+    loss, gradients = loss_and_gradients(adapted.step(), batch)
+    right_loss, right = loss_and_gradients(dense.step(), batch)
+    logits = [one.model.logits(one.build_inputs(batch)) for one in (adapted, dense)]
+    assert distance(*logits) < limits.loss and loss == pytest.approx(right_loss, rel=limits.loss)
+    assert gradients.keys() == adapter_shapes(adapted.model.settings).keys()
+    expected = {}
+    for name in gradients:
+        weight, kind = name.split(".lora_")
+        a, b = (adapted.initial[f"{weight}.lora_{part}.weight"] for part in "AB")
+        whole = right[f"{weight}.weight"]
+        expected[name] = scale * (b.T @ whole if kind.startswith("A") else whole @ a.T)
+    assert_close(gradients, expected, limits.gradients)
+    return gradients
+
+
 def make_batch(seed: int, valid: int, rows: int = 1) -> Batch:
     """Returns random rows with `valid` labels that count, scattered; segments of the first row change in its middle."""
     random = np.random.default_rng(seed)
@@ -152,6 +199,11 @@ def make_batch(seed: int, valid: int, rows: int = 1) -> Batch:
     return Batch(ids_BT, labels_BT, positions_BT, segments_BT)
 
 
+def make_window(*valid: int) -> list[Batch]:
+    """Returns micro-batches with so many labels."""
+    return [make_batch(seed, count) for seed, count in enumerate(valid)]
+
+
 def join(batches: list[Batch], rows: int) -> Batch:
     """Returns all rows in one batch, filled to `rows` with rows that carry no loss, so that shapes do not change."""
     whole = batches[0]
@@ -164,12 +216,6 @@ def join(batches: list[Batch], rows: int) -> Batch:
 def state_of(optimizer: Optimizer, trainer: TinyTrainer) -> dict[str, np.ndarray]:
     """Returns everything that an update changes, for comparing bits."""
     return trainer.weights() | optimizer.state_arrays() | {"updates": np.array(optimizer.updates)}
-
-
-def assert_same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, array in ours.items():
-        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
 
 
 def same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> bool:
