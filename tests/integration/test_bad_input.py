@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 from bad_inputs import BASE, CASES, Case
 from command_lines import Answer, answers_of
+from decoder_settings import decoder_settings
 from run_helpers import (
     PROGRAM,
     REPOSITORY,
@@ -27,7 +28,6 @@ from run_helpers import (
 
 from trainer.checkpoint.store import newest_complete, read_checkpoint
 from trainer.checkpoint.writing import write_checkpoint
-from trainer.config import parse_config
 from trainer.data.source.indexed import write_indexed
 from trainer.models.spec.shapes import parameter_shapes
 
@@ -75,8 +75,8 @@ def write_records(home: Path) -> None:
 
 def write_model(folder: Path, changes: dict) -> None:
     sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "vocab_size": 257}
-    settings = parse_config("sizes", json.dumps({"model": {"model_config": {**sizes, **changes}}})).decoder
-    weights = {name: np.ones(shape, np.float32) for name, shape in parameter_shapes(settings).items()}
+    shapes = parameter_shapes(decoder_settings(**sizes | changes))
+    weights = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     state = {"position": {}, "optimizer": {"type": "AdamW", "updates": 3}, "data": {}}
     write_checkpoint(folder / "checkpoints", 3, {"model": weights, "optimizer": {}}, state, keep_max=2)
 

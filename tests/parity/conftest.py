@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from documented_operators import SORTING, grouped_product
 from tiny_trainer import make_window
 
 from trainer.arrays import memory, operators, tiles
@@ -12,6 +13,7 @@ from trainer.arrays.vocabulary import head
 from trainer.data import Batch
 from trainer.device.threads import set_up_cpu_threads
 from trainer.models.spec import saved
+from trainer.ops.ascend import moe
 
 # Not in a fixture: a tensor that a test file makes while it is imported starts MindSpore's threads with their defaults,
 # and then everything that is compiled takes up to five times as long.
@@ -35,6 +37,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         (experts, "_MOST_ROWS", 4), (memory, "MOST_MOVED", 3),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def operators_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the Ascend kernels of experts operators that a CPU lacks."""
+    for name, function in SORTING.items():
+        monkeypatch.setattr(moe.mint, name, function)
+    monkeypatch.setattr(moe, "_grouped_product", grouped_product)
 
 
 @pytest.fixture(params=["onednn", "numpy"])

@@ -11,13 +11,13 @@ Legend: N tokens (B sequences x T), D hidden, H query heads, K key/value heads, 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy_kernels
+from decoder_settings import decoder_settings
 from mindspore import Tensor
 from numpy_kernels import distance
 from tolerances import rounding_limit
@@ -27,7 +27,6 @@ from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.dropout import DropoutSite, LayerDropout
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.tiles import Scratch, SublayerCall
-from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.model import AdapterSpec, AttentionSpec, LayerSpec, MlpSpec
@@ -47,12 +46,10 @@ KEY = DropoutKey(seed=3, rank=0, step=1, micro_batch=2)
 Arrays = Mapping[str, np.ndarray]
 
 
-def settings_of(**changes: Any) -> ModelConfig:
-    section = {
-        "num_layers": 1, "hidden_size": HIDDEN, "num_heads": HEADS, "n_kv_heads": 2, "head_dim": SIZE,
-        "intermediate_size": WIDTH, "vocab_size": VOCABULARY, "seq_length": 16, "rms_norm_eps": 1e-3,
-    }  # fmt: skip
-    return parse_config("layer", json.dumps({"model": {"model_config": section | changes}})).decoder
+settings_of = functools.partial(
+    decoder_settings, num_layers=1, hidden_size=HIDDEN, num_heads=HEADS, n_kv_heads=2, head_dim=SIZE,
+    intermediate_size=WIDTH, vocab_size=VOCABULARY, seq_length=16, rms_norm_eps=1e-3,
+)  # fmt: skip
 
 
 def normal(random: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarray:

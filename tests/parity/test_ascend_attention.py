@@ -1,22 +1,22 @@
-"""flash_attention_score and the loss in chunks without an Ascend: what the operators do is written down here in numpy,
-as MindSpore documents them, and compared with the reference kernels.
+"""flash_attention_score and the loss in chunks without an Ascend: what the kernels make of the operators as documented
+is compared with the reference kernels.
 
 Which graphs MindSpore's Ascend backend makes of them is seen in its dry-run (tests/ascend).
 """
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import mindspore
 import numpy as np
 import pytest
+from decoder_settings import decoder_settings
+from documented_operators import FlashAttentionScore
 from mindspore import Tensor
 from numpy_kernels import distance, standard_normal
 from tolerances import ATTENTION_BFLOAT16, FLOAT16_SUMS, OPERATOR, SEVERAL_OPERATORS
 
-from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.ops import plain as plain_kernels
 from trainer.ops.ascend import attention as ascend
@@ -31,79 +31,10 @@ normal = partial(standard_normal, RANDOM)
 ONE = np.zeros((ROWS, TOKENS), np.int32)
 PACKED = np.array([[0] * 5 + [1] * 7 + [2] * 4, [4] * 16], np.int32)
 APART = np.array([[0] * 5 + [1] * 7 + [0] * 4, [4] * 16], np.int32)
-CAUSAL, CAUSAL_OF_DOCUMENTS, BAND = 2, 3, 4
-
-
-def settings_of(**changes) -> ModelConfig:
-    sizes = {
-        "hidden_size": HEADS * SIZE, "num_heads": HEADS, "n_kv_heads": 2, "seq_length": TOKENS,
-        "use_flash_attention": True, "compute_dtype": "bfloat16",
-    }
-    return parse_config("ascend", json.dumps({"model": {"model_config": sizes | changes}})).decoder
-
-
-class FlashAttentionAsDocumented:
-    """Layouts BSH and TND; True in the mask discards; a compressed mask is [2048, 2048]; no float32."""
-
-    def __init__(
-        self, head_num: int, keep_prob: float, scale_value: float, pre_tokens: int = 2147483647,
-        next_tokens: int = 2147483647, *, input_layout: str, sparse_mode: int = 0,
-    ) -> None:  # fmt: skip
-        self.heads, self.keep, self.scale, self.layout = head_num, keep_prob, scale_value, input_layout
-        self.mode, self.before, self.after = sparse_mode, pre_tokens, next_tokens
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, real_shift: None, drop_mask: Tensor | None,
-        padding_mask: None, attn_mask: Tensor, prefix: None, *ends: Tensor,
-    ) -> tuple[None, None, None, Tensor]:  # fmt: skip
-        assert attn_mask.dtype == mindspore.bool_
-        assert {query.dtype, key.dtype, value.dtype} in ({mindspore.float16}, {mindspore.bfloat16})
-        assert (self.keep == 1.0) == (drop_mask is None)
-        q, k, v = (x.astype(mindspore.float32).asnumpy() for x in (query, key, value))
-        if self.layout == "TND":
-            assert self.mode == CAUSAL_OF_DOCUMENTS and self.after == 0 and drop_mask is None
-            out = self.of_documents(q, k, v, *(each.asnumpy() for each in ends))
-        else:
-            assert self.layout == "BSH" and not ends
-            out = self.of_rows(q, k, v, attn_mask.asnumpy(), drop_mask)
-        return None, None, None, Tensor(out.reshape(query.shape)).astype(query.dtype)
-
-    def of_documents(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ends: np.ndarray, of_keys: np.ndarray):
-        assert ends.dtype == np.int64 and len(ends) <= 1024 and (np.diff(ends) >= 0).all() and ends[-1] == len(q)
-        np.testing.assert_array_equal(of_keys, ends)
-        return np.concatenate([
-            attend(*(x[None, first:last] for x in (q, k, v)), ~np.tri(last - first, dtype=bool), self.scale)[0]
-            for first, last in zip((0, *ends[:-1]), ends, strict=True)
-        ])  # fmt: skip
-
-    def of_rows(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, drop_mask: Tensor | None):
-        rows, length = q.shape[:2]
-        q, k, v = (x.reshape(rows, length, -1, q.shape[2] // self.heads) for x in (q, k, v))
-        if self.mode == 0:
-            assert mask.shape == (rows, 1, length, length)
-            hidden = mask
-        else:
-            np.testing.assert_array_equal(mask, ~np.tri(2048, dtype=bool))
-            hidden = ~np.tri(length, dtype=bool)
-            if self.mode == BAND:
-                distance_TT = np.arange(length)[:, None] - np.arange(length)
-                hidden = (distance_TT > self.before) | (-distance_TT > self.after)
-            else:
-                assert self.mode == CAUSAL
-        kept = 1.0
-        if drop_mask is not None:
-            assert drop_mask.dtype == mindspore.uint8 and drop_mask.shape == (rows, self.heads, length, length // 8)
-            kept = np.unpackbits(drop_mask.asnumpy(), axis=-1, bitorder="little") / self.keep
-        return attend(q, k, v, hidden, self.scale, kept)
-
-
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, hidden: np.ndarray, scale: float, kept=1.0) -> np.ndarray:
-    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = np.einsum("bqhd,bshd->bhqs", q, k) * scale
-    scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e30))
-    weights = weights / weights.sum(-1, keepdims=True) * kept
-    return np.einsum("bhqs,bshd->bqhd", weights, v)
+settings_of = partial(
+    decoder_settings, hidden_size=HEADS * SIZE, num_heads=HEADS, n_kv_heads=2, seq_length=TOKENS,
+    use_flash_attention=True, compute_dtype="bfloat16",
+)  # fmt: skip
 
 
 def both(settings: ModelConfig, segments: np.ndarray, window: int | None, values: int, drops: bool = False) -> tuple:
@@ -132,7 +63,7 @@ def both(settings: ModelConfig, segments: np.ndarray, window: int | None, values
 def test_documented_operator_computes_what_the_reference_does(
     segments: np.ndarray, window: int | None, kv_heads: int, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ascend, "FlashAttentionScore", FlashAttentionAsDocumented)
+    monkeypatch.setattr(ascend, "FlashAttentionScore", FlashAttentionScore)
     ours, right, _ = both(settings_of(n_kv_heads=kv_heads), segments, window, values)
     assert ours.dtype == right.dtype == mindspore.float32
     assert distance(ours.asnumpy(), right.asnumpy()) < ATTENTION_BFLOAT16
@@ -143,7 +74,7 @@ def test_documented_operator_computes_what_the_reference_does(
 def test_dropout_inside_the_operator(
     segments: np.ndarray, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ascend, "FlashAttentionScore", FlashAttentionAsDocumented)
+    monkeypatch.setattr(ascend, "FlashAttentionScore", FlashAttentionScore)
     ours, right, _ = both(settings_of(attention_dropout=0.25), segments, window, SIZE, drops=True)
     assert distance(ours.asnumpy(), right.asnumpy()) < ATTENTION_BFLOAT16
 
@@ -188,6 +119,14 @@ def test_every_mask_has_a_seed_of_its_own() -> None:
     assert seeds == [mask_seed(key, site) for key in keys for site in range(3)]
 
 
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computes losses in chunks of 128 columns with operators as documented."""
+    monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
+    monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
+    monkeypatch.setattr(ascend_loss, "_CHUNK_LOGITS", 128 * N)
+
+
 class LogSumExp:
     def __call__(self, input: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
         values = input.asnumpy()
@@ -205,11 +144,8 @@ class ScatterAddExt:
 
 @pytest.mark.parametrize("dtype", [mindspore.float32, mindspore.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", [300, 256, 50])
-def test_loss_in_chunks_is_the_loss(dtype, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a loss scale that keeps the smallest gradients of float16 above zero, in chunks of 128 columns."""
-    monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
-    monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
-    monkeypatch.setattr(ascend_loss, "_CHUNK_LOGITS", 128 * N)
+def test_loss_in_chunks_is_the_loss(dtype, vocabulary: int, chunks: None) -> None:
+    """With a loss scale that keeps the smallest gradients of float16 above zero."""
     labels, valid = RANDOM.integers(0, vocabulary, N).astype(np.int32), np.ones((N, 1), np.float32)
     labels[:3], valid[:3] = 0, 0
     arrays = [Tensor(normal(N, 8)), Tensor(normal(vocabulary, 8))]
@@ -224,11 +160,8 @@ def test_loss_in_chunks_is_the_loss(dtype, vocabulary: int, monkeypatch: pytest.
         assert right.dtype == ours.dtype and distance(ours, right) < limit
 
 
-def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_ranks_with_parts_of_the_vocabulary(chunks: None) -> None:
     """Each rank is run twice: what a rank gives to the gather is known after its first time."""
-    monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
-    monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
-    monkeypatch.setattr(ascend_loss, "_CHUNK_LOGITS", 128 * N)
     vocabulary, firsts = 500, (0, 170, 335, 500)
     labels, valid = RANDOM.integers(0, vocabulary, N).astype(np.int32), np.ones((N, 1), np.float32)
     labels[:4], valid[0] = (0, 169, 170, 499), 0
@@ -257,9 +190,7 @@ def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.Monk
     assert distance(np.concatenate([gradients[1] for _, gradients in of_ranks]), grad_weight) < SEVERAL_OPERATORS
 
 
-def test_a_frozen_head_has_no_gradient_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
-    monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
+def test_a_frozen_head_has_no_gradient_in_chunks(chunks: None) -> None:
     labels, valid = Tensor(np.zeros(N, np.int32)), Tensor(np.ones((N, 1), np.float32))
     kernel = ascend_loss.ChunkedCrossEntropy(lambda cell: cell, False)
     arrays = Tensor(normal(N, 8)), Tensor(normal(9, 8))

@@ -1,13 +1,12 @@
 """The Ascend kernels without an Ascend: MindSpore's front end accepts them, and they mean what the reference computes.
 
 `mindspore.export` runs the whole front end (types, shapes, gradients) and selects no kernel, so the graph that an
-Ascend would get can be built and searched on any machine. What the operators compute there is taken from their
-documentation, written down here in numpy, and compared with the reference kernels.
+Ascend would get can be built and searched on any machine. What the kernels compute there with operators as documented
+(documented_operators.py) is compared with the reference kernels.
 """
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,12 +14,13 @@ from typing import NamedTuple
 import mindspore
 import numpy as np
 import pytest
+from decoder_settings import decoder_settings
+from documented_operators import NORMS_AND_ACTIVATIONS
 from exported_graphs import FLOAT, Backward, export
 from mindspore import Tensor, nn
 from numpy_kernels import distance, standard_normal
 from tolerances import OPERATOR
 
-from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.data import Batch
 from trainer.models.block import Block
@@ -106,12 +106,10 @@ class FusedBlock(nn.Cell):
         return self.block(x_ND, q_cos, q_sin, k_cos, k_sin, mask, ends, None, None, None, *weights)
 
 
-def settings_of(**changes) -> ModelConfig:
-    sizes = {
-        "hidden_size": 32, "num_heads": 2, "n_kv_heads": 1, "seq_length": TOKENS, "intermediate_size": WIDTH,
-        "use_fused_rope": True, "use_fused_swiglu": True, "use_flash_attention": True, "compute_dtype": "bfloat16",
-    }
-    return parse_config("ascend", json.dumps({"model": {"model_config": sizes | changes}})).decoder
+settings_of = partial(
+    decoder_settings, hidden_size=32, num_heads=2, n_kv_heads=1, seq_length=TOKENS, intermediate_size=WIDTH,
+    use_fused_rope=True, use_fused_swiglu=True, use_flash_attention=True, compute_dtype="bfloat16",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("amp_level", [None, "O2", "O3"])
@@ -139,60 +137,11 @@ def test_front_end_builds_a_whole_block(
     assert "Cast" in graph.operators
 
 
-class RmsNorm:
-    """y = x / sqrt(mean(x^2) + epsilon) gamma, and the reciprocal of the root."""
-
-    def __init__(self, epsilon: float) -> None:
-        self.epsilon = epsilon
-
-    def __call__(self, x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-        values = x.asnumpy()
-        rstd = 1 / np.sqrt((values**2).mean(-1, keepdims=True) + self.epsilon)
-        return Tensor(values * rstd * gamma.asnumpy()), Tensor(rstd)
-
-
-class RotaryPositionEmbedding:
-    """Layout BSND with 1S1D tables; mode 0 is rotate_half (GPT-NeoX)."""
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
-        assert mode == 0 and x.ndim == 4 and cos.shape == sin.shape == (1, x.shape[1], 1, x.shape[3])
-        values = x.asnumpy()
-        first, second = np.split(values, 2, -1)
-        return Tensor(values * cos.asnumpy() + np.concatenate([-second, first], -1) * sin.asnumpy())
-
-
-class Swiglu:
-    """Swish(a) b, where a is the first half of the input and b the second."""
-
-    def __call__(self, input: Tensor, dim: int) -> Tensor:
-        a, b = np.split(input.asnumpy(), 2, dim)
-        return Tensor(a / (1 + np.exp(-a)) * b)
-
-
-class RmsNormGrad:
-    """(dy, x, rstd, gamma) -> gradients of x and gamma of y = x rstd gamma with rstd = 1 / sqrt(mean(x^2) + eps)."""
-
-    def __call__(self, dy: Tensor, x: Tensor, rstd: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-        dy, x, rstd, gamma = (each.asnumpy() for each in (dy, x, rstd, gamma))
-        direct = dy * gamma * rstd
-        return Tensor(direct - x * rstd**2 * (direct * x).mean(-1, keepdims=True)), Tensor((dy * x * rstd).sum(0))
-
-
-class SwigluGrad:
-    """(dy, x, dim) -> the gradient of x, whose halves are a and b of Swish(a) b."""
-
-    def __call__(self, dy: Tensor, x: Tensor, dim: int) -> Tensor:
-        a, b = np.split(x.asnumpy(), 2, dim)
-        gate, dy = 1 / (1 + np.exp(-a)), dy.asnumpy()
-        return Tensor(np.concatenate([dy * b * gate * (1 + a * (1 - gate)), dy * a * gate], dim))
-
-
 @pytest.fixture
 def documented(monkeypatch: pytest.MonkeyPatch) -> dict[str, Case]:
     """Returns the cases with the operators as documented."""
-    monkeypatch.setattr(ascend, "FusedNorm", RmsNorm)
-    for kind in (RotaryPositionEmbedding, Swiglu, RmsNormGrad, SwigluGrad):
-        monkeypatch.setattr(ascend, kind.__name__, kind)
+    for name, operator in NORMS_AND_ACTIVATIONS.items():
+        monkeypatch.setattr(ascend, name, operator)
     return cases()
 
 

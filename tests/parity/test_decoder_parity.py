@@ -5,27 +5,19 @@ Both ways of running on a CPU are held to it: native layers (context.mode 0), an
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
+from decoder_settings import decoder_settings
 from golden_decoder import MODES, GoldenDecoder, golden_decoder
-from golden_files import ModelCase, load_model_case, model_case_names, model_settings
+from golden_files import load_model_case, model_case_names, model_settings
 from numpy_kernels import distance
 
-from trainer.config import parse_config
-from trainer.config.schema.model import ModelConfig
 from trainer.data import Batch
-
-
-def settings_of(case: ModelCase) -> ModelConfig:
-    section = {"seq_length": 24, **model_settings(case.config)}
-    return parse_config(case.name, json.dumps({"model": {"model_config": section}})).decoder
 
 
 def build(name: str, mode: int = 0) -> GoldenDecoder:
     case = load_model_case(name)
-    return golden_decoder(case, settings_of(case), mode)
+    return golden_decoder(case, decoder_settings(seq_length=24, **model_settings(case.config)), mode)
 
 
 def test_positions_that_start_again_change_the_logits_of_a_single_segment() -> None:

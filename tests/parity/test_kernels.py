@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import mindspore
 import numpy as np
 import numpy_kernels
 import pytest
+from decoder_settings import decoder_settings
 from kernel_cases import (
     CASES,
     CAUSAL,
@@ -39,11 +39,10 @@ from kernel_cases import (
 from mindspore import Tensor, nn, ops
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SplitWithSize
-from numpy_kernels import central_differences, distance
+from numpy_kernels import assert_close, central_differences, distance
 from tolerances import rounding_limit
 
 from trainer.arrays import measures
-from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.block import Block, Head
 from trainer.models.inputs import InputBuilder
@@ -103,9 +102,8 @@ def test_forward_and_gradients(name: str, compiled: bool) -> None:
 
     ours = gradients(lambda *args: run(*args, *case.rest), case.arrays, expected.upstream)
     plain = gradients(case.plain, case.arrays, expected.upstream)
-    for mine, automatic, exact in zip(ours, plain, expected.gradients, strict=True):
-        assert distance(mine, exact) < LIMIT
-        assert distance(mine, automatic) < LIMIT
+    assert_close(ours, expected.gradients, LIMIT)
+    assert_close(ours, plain, LIMIT)
 
 
 class DoubledSwiGLU(plain.SwiGLU):
@@ -172,8 +170,7 @@ def test_cross_entropy_of_huge_logits(compiled: bool) -> None:
         assert float(loss.asnumpy()) == pytest.approx(right_loss, rel=LIMIT)
     ours = gradients(lambda *args: run(*args, Tensor(labels_N), valid_N1), [x_ND, weight_VD], np.float32(1))
     exact = numpy_kernels.cross_entropy_gradient(*wide, labels_N, valid_N)
-    for mine, wanted in zip(ours, exact, strict=True):
-        assert distance(mine, wanted) < LIMIT
+    assert_close(ours, exact, LIMIT)
     assert not ours[0][~valid_N].any()
 
 
@@ -274,8 +271,7 @@ def two_sites(first: nn.Cell, second: nn.Cell, compiled: bool) -> tuple[list[np.
 
 @MODES
 def test_an_instance_for_each_call_site_has_right_gradients(compiled: bool) -> None:
-    for ours, exact in zip(*two_sites(Exponential(), Exponential(), compiled), strict=True):
-        assert distance(ours, exact) < LIMIT
+    assert_close(*two_sites(Exponential(), Exponential(), compiled), LIMIT)
 
 
 def test_a_shared_instance_is_the_trap_that_the_kernels_avoid() -> None:
@@ -289,9 +285,7 @@ def test_a_shared_instance_is_the_trap_that_the_kernels_avoid() -> None:
     if max(errors) < LIMIT:
         pytest.skip(f"MindSpore {mindspore.__version__} handles a shared instance with a bprop")
     assert max(errors) > 0.1
-    found, exact = two_sites(shared, shared, compiled=False)  # operator by operator nothing is mixed up
-    for ours, wanted in zip(found, exact, strict=True):
-        assert distance(ours, wanted) < LIMIT
+    assert_close(*two_sites(shared, shared, compiled=False), LIMIT)  # operator by operator nothing is mixed up
 
 
 def test_split_and_concatenation_are_the_trap_that_the_plain_kernels_avoid() -> None:
@@ -347,7 +341,7 @@ def block_inputs(settings: ModelConfig, kernels: KernelSet, dropout: bool) -> li
 def test_block_and_head_call_every_kernel_once(options: dict, dropout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No instance with a gradient of its own may stand at two call sites of one compiled function."""
     sizes = {"hidden_size": 8, "num_heads": 2, "n_kv_heads": 1, "vocab_size": 7, "seq_length": TOKENS, "multiple_of": 8}
-    settings = parse_config("kernels", json.dumps({"model": {"model_config": sizes | options}})).decoder
+    settings = decoder_settings(**sizes | options)
     kernels = load_kernels(select_kernels(settings, "CPU"))
     block, head = Block(settings, kernels), Head(settings, kernels)
     calls: collections.Counter[int] = collections.Counter()

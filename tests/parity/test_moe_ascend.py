@@ -9,9 +9,10 @@ from pathlib import Path
 import mindspore
 import numpy as np
 import pytest
+from documented_operators import moe_token_permute, moe_token_unpermute, on_tensors
 from exported_graphs import FLOAT, Backward, Graph, export
-from mindspore import Tensor, mint, nn, ops
-from numpy_kernels import distance, standard_normal
+from mindspore import Tensor, nn
+from numpy_kernels import assert_close, distance, standard_normal
 from tolerances import OPERATOR
 
 from trainer.ops import plain_moe as moe_reference
@@ -103,23 +104,6 @@ def test_front_end_builds_the_fused_operators_and_their_gradients(
     assert not any(name for name in backward.operators if any(part in name for part in scatters))
 
 
-def argsort_as_documented(input: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
-    """Sorts stably: equal elements keep their order."""
-    assert stable and dim == -1 and input.dtype == mindspore.float32
-    values = input.asnumpy()
-    return Tensor(np.argsort(-values if descending else values, -1, kind="stable"))
-
-
-@pytest.fixture
-def operators_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators without a CPU kernel."""
-    monkeypatch.setattr(mint, "argsort", argsort_as_documented)
-    monkeypatch.setattr(mint, "cumsum", lambda x, dim: Tensor(np.cumsum(x.asnumpy(), dim, dtype=x.asnumpy().dtype)))
-    monkeypatch.setattr(mint, "arange", lambda end, dtype: ops.arange(end, dtype=dtype))
-    monkeypatch.setattr(mint, "index_select", lambda x, dim, index: ops.gather(x, index, dim))
-    monkeypatch.setattr(moe_ascend, "_grouped_product", grouped_product_as_documented)
-
-
 @pytest.mark.parametrize("policy", ["position", "probability"])
 @pytest.mark.parametrize("capacity", [None, 1, 3])
 @pytest.mark.parametrize("ties", [False, True])
@@ -139,26 +123,6 @@ def test_routing_is_that_of_the_reference(
         for field, mine, expected in zip(Routing._fields, ours, right, strict=True):
             np.testing.assert_array_equal(mine.asnumpy(), expected, err_msg=field)
             assert mine.asnumpy().dtype == expected.dtype, field
-
-
-def grouped_product_as_documented(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
-    """Groups have `counts` rows of x, one after the other: y of group e is x of group e times weight e, [I, O]. With
-    group_type 2 they have columns of x and rows of the second matrix.
-
-    What stands in rows after the last group, and in the matrix of a group without rows, the documentation does not say.
-    """
-    x, weight, counts = x.asnumpy(), weight.asnumpy(), counts.asnumpy()
-    assert counts.dtype == np.int64 and counts.sum() <= x.shape[1 if group_type else 0]
-    pairs = enumerate(zip(np.cumsum(counts), counts, strict=True))
-    groups = [(expert, slice(end - count, end)) for expert, (end, count) in pairs if count]
-    shape = (len(counts), x.shape[0], weight.shape[1]) if group_type else (x.shape[0], weight.shape[2])
-    out = np.full(shape, np.nan, np.float32)
-    for expert, rows in groups:
-        if group_type:
-            out[expert] = x[:, rows] @ weight[rows]
-        else:
-            out[rows] = x[rows] @ weight[expert]
-    return Tensor(out)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4, 0], [0, 0, 7, 0], [2, 0, 1, 0], [1, 0, 2, 1], [0, 0, 0, 0]], ids=str)
@@ -196,34 +160,20 @@ def test_gathers_are_those_of_the_reference(
         result.append(mindspore.grad(lambda x: permute(x, *sorting) * above_R)(x))  # noqa: B023
         result += mindspore.grad(lambda *args: unpermute(*args, *sorting) * above_N, (0, 1))(y, gates)  # noqa: B023
         results.append([array.asnumpy() for array in result])
-    for mine, expected in zip(*results, strict=True):
-        assert distance(mine, expected) < OPERATOR
-
-
-def permute_as_documented(tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns tokens with the same index together, in the order of the indices; and where each assignment went."""
-    order = np.argsort(indices.asnumpy().ravel())
-    return Tensor(tokens.asnumpy()[order // indices.shape[1]]), Tensor(np.argsort(order).astype(np.int32))
-
-
-def unpermute_as_documented(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor) -> Tensor:
-    assert sorted_indices.dtype == mindspore.int32 and sorted_indices.ndim == 1
-    rows = permuted_tokens.asnumpy()[sorted_indices.asnumpy()].reshape(*probs.shape, -1)
-    return Tensor((rows * probs.asnumpy()[..., None]).sum(1))
+    assert_close(*results, OPERATOR)
 
 
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_fused_sorting_is_that_of_the_reference(capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_ascend.ops, "moe_token_permute", permute_as_documented)
-    monkeypatch.setattr(moe_ascend.ops, "moe_token_unpermute", unpermute_as_documented)
+    monkeypatch.setattr(moe_ascend.ops, "moe_token_permute", on_tensors(moe_token_permute))
+    monkeypatch.setattr(moe_ascend.ops, "moe_token_unpermute", on_tensors(moe_token_unpermute))
     scores = Tensor(RANDOM.random((TOKENS, EXPERTS)).astype(np.float32))
     routing = moe_reference.Route(RoutingRule(EXPERTS, CHOSEN))(scores, None, capacity, "probability")
     sorting = routing.token_R, routing.row_Nk
     x, y, gates = (Tensor(normal(*shape)) for shape in ((TOKENS, HIDDEN), (ROWS, HIDDEN), (TOKENS, CHOSEN)))
     ours = moe_ascend.FusedPermute()(x, *sorting), moe_ascend.FusedUnpermute()(y, gates, *sorting)
     right = moe_reference.Permute()(x, *sorting), moe_reference.Unpermute()(y, gates, *sorting)
-    for mine, expected in zip(ours, right, strict=True):
-        assert distance(mine.asnumpy(), expected.asnumpy()) < OPERATOR
+    assert_close(ours, right, OPERATOR)
 
 
 @pytest.mark.parametrize(

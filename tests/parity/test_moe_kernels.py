@@ -7,7 +7,6 @@ the other and back; the gates' gradient cancels, so that `scale` is 3.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -15,16 +14,15 @@ from typing import NamedTuple
 import mindspore
 import numpy as np
 import pytest
+from decoder_settings import decoder_settings
 from mindspore import Parameter, Tensor, nn
-from numpy_kernels import central_differences, distance, standard_normal, swiglu
+from numpy_kernels import assert_close, central_differences, distance, standard_normal, swiglu
 from tolerances import FLOAT16_TWICE, rounding_limit
 
 from trainer.arrays import memory
 from trainer.arrays.moe import experts as native_experts
 from trainer.arrays.numpy_operators import NumpyOperators
 from trainer.arrays.tiles import Scratch
-from trainer.config import parse_config
-from trainer.config.schema.model import ModelConfig
 from trainer.device.threads import HostThreads
 from trainer.errors import value_text
 from trainer.ops import plain as plain_kernels
@@ -55,8 +53,7 @@ def check(
     upstream = normal(*expected.shape)
     assert distance(ours(*map(Tensor, arrays)).asnumpy(), expected) < LIMIT
     found = gradients(ours, arrays, upstream)
-    for mine, exact in zip(found, central_differences(right, arrays, upstream), strict=True):
-        assert distance(mine, exact) < LIMIT
+    assert_close(found, central_differences(right, arrays, upstream), LIMIT)
     return found
 
 
@@ -425,20 +422,19 @@ def test_half_precision_of_sorting() -> None:
     assert [gradient.dtype for gradient in found] == [mindspore.float16, mindspore.float32]
 
 
-def settings_of(moe: dict | None) -> ModelConfig:
-    sizes = {"hidden_size": 32, "num_heads": 2, "seq_length": 8, **({"moe_config": moe} if moe else {})}
-    return parse_config("experts", json.dumps({"model": {"model_config": sizes}})).decoder
+settings_of = partial(decoder_settings, hidden_size=32, num_heads=2, seq_length=8)
 
 
 def choices(device: str, moe: dict | None) -> dict[str, tuple[str, str, str]]:
-    found = {choice.kernel: choice for choice in select_kernels(settings_of(moe), device)}
+    settings = settings_of(**({"moe_config": moe} if moe else {}))
+    found = {choice.kernel: choice for choice in select_kernels(settings, device)}
     names = ("grouped_matmul", "token_permute")
     return {name: (found[name].asked, found[name].chosen, found[name].why) for name in names if name in found}
 
 
 def test_only_models_with_experts_have_rows_of_their_kernels() -> None:
     assert choices("CPU", None) == {}
-    assert load_kernels(select_kernels(settings_of(None), "CPU")).grouped_matmul is plain_moe.GroupedMatmul
+    assert load_kernels(select_kernels(settings_of(), "CPU")).grouped_matmul is plain_moe.GroupedMatmul
 
 
 MOE = {"expert_num": 4, "num_experts_chosen": 2, "use_gmm": True}

@@ -5,19 +5,19 @@ Limit: tolerances.py, for norm, scores and softmax and back; the softmax's gradi
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import mindspore
 import numpy as np
 import pytest
+from decoder_settings import decoder_settings
 from mindspore import Tensor
-from numpy_kernels import distance
+from numpy_kernels import assert_close
 from tolerances import rounding_limit
 
 from trainer.arrays.moe.router import CpuRouter, RouterLabels
 from trainer.arrays.tiles import CpuRmsNorm
-from trainer.config import parse_config
+from trainer.config.schema.model import ModelConfig
 from trainer.models.inputs import SequenceWeights
 from trainer.models.moe import Gates, Router, RouterLosses
 from trainer.models.spec.model import NormSpec
@@ -31,10 +31,9 @@ TOKENS = ROWS * LENGTH
 LIMIT = rounding_limit(2 * (2 * HIDDEN + EXPERTS + 8), TOKENS, scale=3)
 
 
-def settings_of(**moe: Any):
+def settings_of(**moe: Any) -> ModelConfig:
     section = {"expert_num": EXPERTS, "num_experts_chosen": CHOSEN, **moe}
-    sizes = {"hidden_size": HIDDEN, "num_heads": 2, "seq_length": LENGTH, "moe_config": section}
-    return parse_config("experts", json.dumps({"model": {"model_config": sizes}})).decoder
+    return decoder_settings(hidden_size=HIDDEN, num_heads=2, seq_length=LENGTH, moe_config=section)
 
 
 def sequence_weights_of(valid: np.ndarray) -> SequenceWeights:
@@ -64,12 +63,9 @@ def test_numbers_and_gradients_are_those_of_the_cells(
     balancing: str, sigmoid: bool, norm_topk_prob: bool, z_loss_factor: float
 ):
     settings = settings_of(
-        moe_router_load_balancing_type=balancing,
-        use_gating_sigmoid=sigmoid,
-        norm_topk_prob=norm_topk_prob,
-        z_loss_factor=z_loss_factor,
-        routed_scaling_factor=2.5,
-    )
+        moe_router_load_balancing_type=balancing, use_gating_sigmoid=sigmoid, norm_topk_prob=norm_topk_prob,
+        z_loss_factor=z_loss_factor, routed_scaling_factor=2.5,
+    )  # fmt: skip
     random = np.random.default_rng(7)
     x, router = (
         Tensor(random.standard_normal(shape).astype(np.float32)) for shape in ((TOKENS, HIDDEN), (EXPERTS, HIDDEN))
@@ -109,10 +105,8 @@ def test_numbers_and_gradients_are_those_of_the_cells(
     right = mindspore.grad(of_cells, (0, 1))(x, router)
     gradients = natively(x.asnumpy(), router.asnumpy())
     np.testing.assert_array_equal(said["host"][3], said["cells"][3])
-    for mine, exact in zip(said["host"], said["cells"], strict=True):
-        assert distance(mine, exact) < LIMIT
-    for mine, exact in zip(gradients, right, strict=True):
-        assert distance(mine, exact.asnumpy()) < LIMIT
+    assert_close(said["host"], said["cells"], LIMIT)
+    assert_close(gradients, right, LIMIT)
     assert (said["host"][2] != 0) == (z_loss_factor > 0)
 
 

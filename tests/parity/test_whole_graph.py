@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 import mindspore
 import numpy as np
 import pytest
+from decoder_settings import decoder_settings
 from mindspore import Tensor
-from numpy_kernels import distance
+from model_gradients import model_gradients
+from numpy_kernels import assert_close, distance
 from tolerances import FEW_OPERATIONS, SEVERAL_OPERATORS
 
 from trainer.audit.graph import FunctionalDecoder, StepGraph, flat_arguments
-from trainer.config import parse_config
 from trainer.data import Batch
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder, RouterStatistics
-from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import REFERENCE, KernelChoice
 
@@ -32,10 +30,6 @@ EXPERTS = {
 RANDOM = np.random.default_rng(4)
 
 
-def settings_of(**changes):
-    return parse_config("whole", json.dumps({"model": {"model_config": SIZES | changes}})).decoder
-
-
 def batch() -> Batch:
     ids = RANDOM.integers(0, VOCABULARY, (ROWS, TOKENS + 1)).astype(np.int32)
     segments = np.array([[0] * 5 + [1] * 3, [0] * 8], np.int32)
@@ -46,50 +40,29 @@ def batch() -> Batch:
 
 
 def test_a_dense_model_in_one_compiled_graph() -> None:
-    settings, data = settings_of(tie_word_embeddings=True), batch()
+    settings, data = decoder_settings(**SIZES, tie_word_embeddings=True), batch()
     kernels = load_kernels([KernelChoice(name, "", REFERENCE, "") for name in KERNELS])
     model, build = Decoder(settings, kernels, seed=3, compiled=False), InputBuilder(settings, kernels)
-    parameters = list(model.parameters_by_name.values())
-    expected, gradients = mindspore.value_and_grad(
-        lambda inputs: model(inputs, None, RouterStatistics()).total, None, parameters
-    )(build(data))
+    expected, gradients = model_gradients(model, build(data), model.parameters_by_name)
 
     weights = {name: Tensor(parameter.asnumpy()) for name, parameter in model.parameters_by_name.items()}
     arguments, structure, names = flat_arguments(settings, kernels, build(data), range(settings.num_layers), weights)
     step = StepGraph(FunctionalDecoder(settings, kernels, ROWS * TOKENS), structure, tuple(names))
     loss, found = mindspore.jit(step.construct)(*arguments)
-    assert distance(loss.asnumpy(), expected.asnumpy()) < FEW_OPERATIONS
+    assert distance(loss.asnumpy(), expected) < FEW_OPERATIONS
     sums: dict[str, np.ndarray] = {}
     for name, gradient in zip(names.values(), found, strict=True):  # a tied head is the embedding a second time
         sums[name] = sums.get(name, 0) + gradient.asnumpy()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        assert distance(sums[parameter.name], gradient.asnumpy()) < SEVERAL_OPERATORS, parameter.name
+    assert_close(sums, gradients, SEVERAL_OPERATORS)
 
 
 KERNELS = ("rotary_embedding", "swiglu", "attention", "rms_norm")
 
 
-def one_product_each(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
-    """Computes what GroupedMatmulV4 documents with PyNative operators: group e of the rows times weight e, [E, I,
-    O]."""
-    assert group_type == 0
-    parts = np.split(np.arange(x.shape[0]), np.cumsum(counts.asnumpy())[:-1])
-    products = [x[Tensor(rows)] @ weight[place] for place, rows in enumerate(parts) if len(rows)]
-    return mindspore.ops.concat(products)
-
-
-def stable_argsort(x: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
-    values = x.asnumpy()
-    return Tensor(np.argsort(-values if descending else values, dim, "stable"))
-
-
 @pytest.mark.parametrize("changes", [{}, {"mtp_depth": 2}], ids=["experts", "modules"])
-def test_experts_and_mtp_modules_give_the_same_loss(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_and_mtp_modules_give_the_same_loss(changes: dict, operators_as_documented: None) -> None:
     """Operator by operator, with the kernels whose routing is in the graph, and against the run's own on the host."""
-    monkeypatch.setattr(moe_ascend.mint, "argsort", stable_argsort)
-    monkeypatch.setattr(moe_ascend.mint, "index_select", lambda x, dim, index: mindspore.ops.gather(x, index, dim))
-    monkeypatch.setattr(moe_ascend, "_grouped_product", one_product_each)
-    settings, data = settings_of(moe_config=EXPERTS, **changes), batch()
+    settings, data = decoder_settings(**SIZES, moe_config=EXPERTS, **changes), batch()
     plain = [KernelChoice(name, "", REFERENCE, "") for name in KERNELS]
     reference = load_kernels([*plain, KernelChoice("grouped_matmul", "", REFERENCE, "")])
     ascend = load_kernels([*plain, KernelChoice("grouped_matmul", "", "GroupedMatmulV4", "")])

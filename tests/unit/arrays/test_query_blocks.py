@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
+from decoder_settings import decoder_settings
 from tolerances import rounding_limit
 
 from trainer.arrays.attention.blocks import BlockAttention
 from trainer.arrays.attention.positions import query_blocks
 from trainer.arrays.tiles import Scratch
-from trainer.config import parse_config
 from trainer.models.spec.sublayers import attention_spec
 
 HEADS, SIZE = 2, 4
@@ -20,8 +19,7 @@ MODEL = {"num_heads": HEADS, "hidden_size": HEADS * SIZE, "attention_sinks": Tru
 
 def results(documents: Sequence[int], q: np.ndarray, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
     """Returns the results of the heads, and the gradients of queries, keys, values and sinks for a gradient of 1."""
-    config = parse_config("a.yaml", json.dumps({"model": {"model_config": MODEL}}))
-    attention = BlockAttention(attention_spec(config.decoder), HEADS, HEADS)
+    attention = BlockAttention(attention_spec(decoder_settings(**MODEL)), HEADS, HEADS)
     (sequence,) = query_blocks(np.repeat(np.arange(len(documents)), documents)[None])
     out, *grads = (np.zeros_like(q) for _ in range(4))
     sinks, grad_sinks = np.full((HEADS, 1), 0.5, np.float32), np.zeros((HEADS, 1), np.float32)

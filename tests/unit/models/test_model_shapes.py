@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -11,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from decoder_settings import decoder_settings
 from golden_files import load_model_case, model_case_names, model_settings
 from tolerances import FEW_OPERATIONS, NEAR_ZERO, SEVERAL_OPERATORS, VISIBLE
 
 from trainer.checkpoint.tensor_names import split_fused_tensors
-from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
@@ -30,13 +29,13 @@ SIZES = {
 
 
 def settings_of(**changes) -> ModelConfig:
-    return parse_config("shapes", json.dumps({"model": {"model_config": SIZES | changes}})).decoder
+    return decoder_settings(**SIZES | changes)
 
 
 @pytest.mark.parametrize("name", model_case_names())
 def test_names_and_shapes_are_hugging_faces(name: str) -> None:
     case = load_model_case(name)
-    settings = parse_config(name, json.dumps({"model": {"model_config": model_settings(case.config)}})).decoder
+    settings = decoder_settings(**model_settings(case.config))
     assert parameter_shapes(settings) == {
         key: value.shape for key, value in split_fused_tensors(case.weights, settings).items()
     }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
+from decoder_settings import decoder_settings
 
-from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.model import AdapterSpec, MlpSpec, MoeSpec
@@ -52,7 +51,7 @@ KINDS = {
 
 
 def settings_of(**changes) -> ModelConfig:
-    return parse_config("spec", json.dumps({"model": {"model_config": SIZES | changes}})).decoder
+    return decoder_settings(**SIZES | changes)
 
 
 NUMBERS = {
