@@ -12,12 +12,11 @@ import math
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
-from numpy_kernels import assert_same_bits, distance
+from numpy_kernels import assert_close, assert_same_bits, distance
 from tiny_trainer import make_batch, shared_trainer
 from tolerances import rounding_limit
 
 from trainer.config import parse_config
-from trainer.device.threads import set_up_cpu_threads
 from trainer.optim.groups import parameter_groups
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import build_optimizer
@@ -35,12 +34,6 @@ SHAPES = {
 MATRICES = [name for name in SHAPES if "proj.weight" in name]
 STEPS = 12
 LIMIT = rounding_limit(STEPS, 5 * (8 + 8 + 20))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cpu_threads() -> None:
-    """Thousands of small operators: with MindSpore's own threads they wait for each other."""
-    set_up_cpu_threads()
 
 
 def settings_of(**changes: object):
@@ -137,16 +130,14 @@ def reference(settings) -> dict[str, np.ndarray]:
 def test_weights_equal_numpys(changes: dict) -> None:
     optimizer = build(**changes)
     run(optimizer, 0, STEPS)
-    for name, right in reference(settings_of(**changes)).items():
-        assert distance(optimizer.parameters[name].asnumpy(), right) < LIMIT, name
+    assert_close(optimizer.parameters, reference(settings_of(**changes)), LIMIT)
 
 
 def test_compiled_and_not_are_the_same() -> None:
     ours, theirs = build(compiled=True), build(compiled=False)
     run(ours, 0, 5)
     run(theirs, 0, 5)
-    for name, right in weights_of(theirs).items():
-        assert distance(ours.parameters[name].asnumpy(), right) < LIMIT, name
+    assert_close(ours.parameters, theirs.parameters, LIMIT)
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (40, 16), (16, 40)])

@@ -14,7 +14,6 @@ from tiny_trainer import TOKENS, TinyTrainer, make_batch
 from tolerances import decoder_limits
 
 from trainer.data import Batch
-from trainer.device.threads import set_up_cpu_threads
 from trainer.models.spec.sublayers import attention_spec
 
 NOPE, ROPE, VALUE, LATENT = 4, 2, 7, 8
@@ -24,12 +23,6 @@ MODEL = {
     "v_head_dim": VALUE,
 }  # fmt: skip
 ATTENTION = "model.layers.0.self_attn."
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cpu_threads() -> None:
-    """Muon calls many small operators: with MindSpore's own threads they wait for each other."""
-    set_up_cpu_threads()
 
 
 def latent(query_rank: int | None = 10) -> TinyTrainer:

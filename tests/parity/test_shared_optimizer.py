@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from adamw_operator import adamw_as_documented
 from mindspore import Parameter, Tensor
-from tolerances import rounding_limit
+from numpy_kernels import assert_same_bits
 
 from trainer.config import parse_config
 from trainer.optim.groups import parameter_groups
@@ -97,15 +97,6 @@ def gradients(step: int) -> list[Tensor]:
     return [Tensor(array) for array in start(step + 1).values()]
 
 
-def same_bits(kind: str, ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> None:
-    """Compares bits, except for a CPU's Adam operator, which no training uses there: it rounds the last numbers of
-    an array differently."""
-    accuracy = rounding_limit(10, 10) if kind == "AdamW by operators" else 0.0
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        np.testing.assert_allclose(ours[name].reshape(-1), theirs[name].reshape(-1), accuracy, accuracy, err_msg=name)
-
-
 @EACH
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_sharing_changes_no_bit(kind: str, ranks: int) -> None:
@@ -116,8 +107,8 @@ def test_sharing_changes_no_bit(kind: str, ranks: int) -> None:
         alone.update(gradients(step), 1e-2, scale)
         shared.update(gradients(step), 1e-2, scale)
         for optimizer in shared.optimizers:
-            same_bits(kind, weights_of(optimizer), weights_of(alone))
-    same_bits(kind, shared.state(), alone.state_arrays())
+            assert_same_bits(optimizer.parameters, alone.parameters)
+    assert_same_bits(shared.state(), alone.state_arrays())
 
 
 @EACH
@@ -149,8 +140,8 @@ def test_the_state_of_so_many_ranks_goes_on_with_others(kind: str, before: int, 
     for step in range(3, 5):
         alone.update(gradients(step), 1e-2)
         then.update(gradients(step), 1e-2)
-    same_bits(kind, weights_of(then.optimizers[-1]), weights_of(alone))
-    same_bits(kind, then.state(), alone.state_arrays())
+    assert_same_bits(then.optimizers[-1].parameters, alone.parameters)
+    assert_same_bits(then.state(), alone.state_arrays())
 
 
 @EACH
@@ -163,4 +154,4 @@ def test_weights_that_are_set_from_outside_are_those_that_move(kind: str) -> Non
                 optimizer.parameters[name].set_data(Tensor(array))
         alone.update(gradients(step), 1e-2)
         shared.update(gradients(step), 1e-2)
-    same_bits(kind, weights_of(shared.optimizers[1]), weights_of(alone))
+    assert_same_bits(shared.optimizers[1].parameters, alone.parameters)
