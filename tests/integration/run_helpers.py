@@ -145,6 +145,33 @@ def train_and_read(path: Path, **flags: object) -> tuple[Path, str]:
         return train(path, **flags), printed.getvalue()
 
 
+def evaluate(path: Path, output: Path, **flags: object) -> dict[str, Any]:
+    """Runs an evaluation in this process; returns the contents of eval.json."""
+    train(path, output_dir=output, run_mode="eval", **flags)
+    return json.loads((output / "eval.json").read_text(encoding="utf-8"))
+
+
+def predict(path: Path, **flags: object) -> list[dict[str, Any]]:
+    """Runs a prediction in this process; returns the records of predictions.jsonl."""
+    return _records(train(path, run_mode="predict", **flags) / "predictions.jsonl")
+
+
+def start_and_wait(path: Path, steps: int) -> tuple[subprocess.Popen, Path]:
+    """Starts a training of `write_config`; returns it and its output folder when so many steps are written down."""
+    output = path.parent / "output"
+    process = start("--config", path, cwd=path.parents[1])
+    wait_until(lambda: steps_done(output) >= steps, process)
+    return process, output
+
+
+def kill_after(path: Path, steps: int) -> Path:
+    """Starts a training and kills it when so many steps are written down; returns its output folder."""
+    process, output = start_and_wait(path, steps)
+    process.kill()
+    assert finish(process)[0] == -signal.SIGKILL
+    return output
+
+
 # What a run left
 
 

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
-from run_helpers import (
-    assert_same_run,
-    column,
-    config_of,
-    finish,
-    start,
-    step_records,
-    steps_done,
-    train,
-    wait_until,
-    write_config,
-)
+from run_helpers import assert_same_run, column, config_of, kill_after, step_records, train, write_config
 
 from trainer.checkpoint.store import newest_complete
 from trainer.cli.main import dispatch
@@ -59,11 +47,7 @@ def test_the_steps_are_those_of_the_plan(home: Path, uninterrupted: Path) -> Non
 
 def test_killed_in_the_ramp_up_and_resumed_equals_never_stopped(home: Path, uninterrupted: Path) -> None:
     path = write_config(home / "killed", home / "data", CHANGES)
-    output = home / "killed" / "output"
-    process = start("--config", path, cwd=home)
-    wait_until(lambda: steps_done(output) >= 5, process)
-    process.kill()
-    assert finish(process)[0] == -signal.SIGKILL
+    output = kill_after(path, steps=5)
     assert newest_complete(output / "checkpoints") is not None
     train(path, resume_training=True, runner_config__stop_step=STEPS)
     assert_same_run(output, uninterrupted)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from run_helpers import assert_resumes, column, eval_records, step_records, train
+from run_helpers import assert_resumes, column, eval_records, evaluate, predict, step_records, train
 from tolerances import U_BFLOAT16
 
 pytestmark = pytest.mark.slow
@@ -33,13 +32,8 @@ def test_losses_are_those_of_float32_but_for_rounding(home: Path, path: Path, wh
 
 
 def test_a_checkpoint_is_evaluated_and_continued(home: Path, path: Path, whole: Path) -> None:
-    flags = {"load_checkpoint": whole / "checkpoints", "output_dir": home / "used"}
-    found = train(path, run_mode="eval", **flags)
-    loss = json.loads((found / "eval.json").read_text(encoding="utf-8"))["loss"]
-    assert loss == eval_records(whole)[-1]["eval_loss"]
-    texts = []
-    for dtype in ("bfloat16", "float32"):  # prediction computes in float32 in any case
-        predicted = train(path, run_mode="predict", predict_data="the cat", model__model_config__compute_dtype=dtype,
-                          **flags)  # fmt: skip
-        texts.append((predicted / "predictions.jsonl").read_text(encoding="utf-8"))
-    assert texts[0] == texts[1] and json.loads(texts[0])["text"]
+    found = evaluate(path, home / "used", load_checkpoint=whole / "checkpoints")
+    assert found["loss"] == eval_records(whole)[-1]["eval_loss"]
+    flags = {"load_checkpoint": whole / "checkpoints", "output_dir": home / "used", "predict_data": "the cat"}
+    texts = [predict(path, model__model_config__compute_dtype=dtype, **flags) for dtype in ("bfloat16", "float32")]
+    assert texts[0] == texts[1] and texts[0][0]["text"]  # prediction computes in float32 in any case

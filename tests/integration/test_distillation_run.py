@@ -69,8 +69,7 @@ def test_another_teacher_cannot_continue_and_another_temperature_is_noted(
 ) -> None:
     output = home / "changed"
     shutil.copytree(whole / "checkpoints", output / "checkpoints")
-    other = home / "other"
-    shutil.copytree(teacher, other)
+    other = shutil.copytree(teacher, home / "other")
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] * np.float32(1.001)
     leave_weights(other)
@@ -79,8 +78,7 @@ def test_another_teacher_cannot_continue_and_another_temperature_is_noted(
     with pytest.raises(UserError, match=r"loss\.teacher = .*: the training had another teacher"):
         train(path, loss__teacher=other, **flags)
     # The same weights in another folder are the same teacher.
-    moved = home / "moved"
-    shutil.copytree(teacher, moved)
+    moved = shutil.copytree(teacher, home / "moved")
     train(path, loss__teacher=moved, loss__temperature=3.0, **flags)
     log = (output / "logs" / "rank-0.log").read_text()
     assert "loss.temperature 2 -> 3" in log and "loss.teacher" not in log
@@ -192,8 +190,7 @@ def test_a_plan_for_an_ascend_refuses_the_loss(path: Path) -> None:
 
 
 def test_a_teacher_with_another_tokenizer_or_other_weights_is_refused(path: Path, home: Path, teacher: Path) -> None:
-    other = home / "tokens"
-    shutil.copytree(teacher, other)
+    other = shutil.copytree(teacher, home / "tokens")
     leave_weights(other)
     file = other / "tokenizer.json"
     tokenizer = json.loads(file.read_text())

@@ -13,9 +13,12 @@ import pytest
 from run_helpers import (
     arrays_of,
     assert_same_bits,
+    column,
     config_of,
     eval_records,
+    evaluate,
     figures,
+    predict,
     train,
     write_config,
     write_instructions,
@@ -55,9 +58,8 @@ def limit_of(path: Path) -> float:
     return decoder_limits(config_of(path).decoder, rows=4).loss
 
 
-def evaluate(path: Path, trained: Path, **flags: object) -> dict:
-    output = train(path, run_mode="eval", load_checkpoint=trained, output_dir=trained.parent / "evaluated", **flags)
-    return json.loads((output / "eval.json").read_text())
+def evaluated(path: Path, trained: Path, **flags: object) -> dict:
+    return evaluate(path, trained.parent / "evaluated", load_checkpoint=trained, **flags)
 
 
 def by_numpy(path: Path, trained: Path, rows: int | None = None, **flags: object) -> tuple[float, int]:
@@ -80,7 +82,7 @@ def by_numpy(path: Path, trained: Path, rows: int | None = None, **flags: object
 
 
 def test_the_loss_is_that_of_the_logits(path: Path, trained: Path, capsys: pytest.CaptureFixture) -> None:
-    found = evaluate(path, trained)
+    found = evaluated(path, trained)
     loss, tokens = by_numpy(path, trained)
     assert found["tokens"] == tokens
     assert found["loss"] == pytest.approx(loss, rel=limit_of(path))
@@ -101,7 +103,7 @@ def test_numbers_that_are_not_finite_are_null(
 
 def test_it_is_the_one_made_while_training(path: Path, trained: Path) -> None:
     while_training = eval_records(trained)[-1]
-    found = evaluate(path, trained)
+    found = evaluated(path, trained)
     assert while_training["eval_loss"] == found["loss"]
     assert while_training["eval_tokens"] == found["tokens"]
     assert while_training["eval_perplexity"] == math.exp(found["loss"])
@@ -134,8 +136,7 @@ def test_samples_change_no_number_and_are_what_run_mode_predict_gives(home: Path
         checkpoint = output / "checkpoints" / f"step-{step:08d}"
         prompts = json.dumps(SAMPLES["sample_prompt"])
         flags = {"load_checkpoint": checkpoint, "predict_data": prompts, "output_dir": home / "predicted"}
-        predicted = (train(path, run_mode="predict", **flags) / "predictions.jsonl").read_text().splitlines()
-        assert [json.loads(line)["text"] for line in predicted] == [text for at, _, text in found if at == step]
+        assert column(predict(path, **flags), "text") == [text for at, _, text in found if at == step]
     train(path, runner_config__stop_step=12, resume_training="step-00000005")
     assert samples(output) == found
     train(path, runner_config__stop_step=3, sample_prompt="a", do_eval=False)
@@ -174,7 +175,7 @@ def test_a_prompt_that_cannot_be_sampled_from_ends_a_run_before_it_begins(home: 
 
 
 def test_max_batches_reads_only_so_many(path: Path, trained: Path) -> None:
-    found = evaluate(path, trained, train_dataset__max_batches=2)
+    found = evaluated(path, trained, train_dataset__max_batches=2)
     loss, tokens = by_numpy(path, trained, rows=2 * 4)
     assert (found["tokens"], found["loss"]) == (tokens, pytest.approx(loss, rel=limit_of(path)))
 
@@ -183,7 +184,7 @@ def test_a_data_set_of_its_own_with_masked_prompts(home: Path, path: Path, train
     own = {"data_loader": {"type": "JsonlDataset", "dataset_dir": str(home / "instructions.jsonl")}, "batch_size": 7}
     changes = {"eval_dataset": own, "train_dataset.data_loader.dataset_dir": str(home / "not there")}
     path = write_config(home / "own", home / "data", changes)  # training data is not looked for
-    found = evaluate(path, trained)
+    found = evaluated(path, trained)
     loss, tokens = by_numpy(path, trained)
     assert (found["tokens"], found["loss"]) == (tokens, pytest.approx(loss, rel=limit_of(path)))
 
@@ -196,7 +197,7 @@ def test_data_without_a_label_cannot_be_evaluated(home: Path, trained: Path) -> 
     own["packing"] = "cut"
     path = write_config(home / "unlabelled", home / "data", {"eval_dataset": own, "model.model_config.seq_length": 8})
     with pytest.raises(RunError, match="every label is masked") as caught:
-        evaluate(path, trained)
+        evaluated(path, trained)
     assert caught.value.exit_code == 1 and "Fix: add data" in str(caught.value)
 
 
@@ -213,7 +214,7 @@ def test_averages_are_evaluated_exported_and_resumed_and_change_no_number(home: 
     recorded = [record["eval_loss"] for record in eval_records(output)]
     assert recorded == [record["eval_loss"] for record in eval_records(whole)]
     assert recorded[-1] != eval_records(trained)[-1]["eval_loss"]
-    assert evaluate(path, output)["loss"] == recorded[-1]
+    assert evaluated(path, output)["loss"] == recorded[-1]
     config = config_of(path, load_checkpoint=output)
     exported = export(config, home / "averaged" / "model", merge=False)
     assert "moving averages" in str(exported)
@@ -242,10 +243,10 @@ def test_averages_of_adapters_are_evaluated_and_merged(home: Path, trained: Path
     names = {name.partition("/ema.")[2] for name in arrays_of(output) if "/ema." in name}
     assert len(names) == 8 and all(".lora_" in name for name in names)
     config = config_of(path, adapter_id=output)
-    assert evaluate(path, trained, adapter_id=output)["loss"] == recorded
+    assert evaluated(path, trained, adapter_id=output)["loss"] == recorded
     merged = export(config, folder / "merged.safetensors", merge=True)
     plain = write_config(folder / "plain", home / "data")
-    found = evaluate(plain, merged.path)["loss"]
+    found = evaluated(plain, merged.path)["loss"]
     assert found == pytest.approx(recorded, rel=limit_of(path))
     weights = export(config_of(path, adapter_id=output, use_ema=False), folder / "weights.safetensors", merge=True)
-    assert abs(evaluate(plain, weights.path)["loss"] - recorded) > 10 * abs(found - recorded)
+    assert abs(evaluated(plain, weights.path)["loss"] - recorded) > 10 * abs(found - recorded)

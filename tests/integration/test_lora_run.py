@@ -21,7 +21,9 @@ from run_helpers import (
     column,
     config_of,
     eval_records,
+    evaluate,
     figures,
+    predict,
     step_records,
     train,
     write_config,
@@ -143,8 +145,7 @@ def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole:
 
 def predicted(file: Path, folder: Path, **more: object) -> str:
     """Returns the continuation of a prompt."""
-    train(file, output_dir=folder, run_mode="predict", predict_data="the cat", **more)
-    return json.loads((folder / "predictions.jsonl").read_text())["text"]
+    return predict(file, output_dir=folder, predict_data="the cat", **more)[0]["text"]
 
 
 def merged_and_checked(path: Path, trained: Path, changed: dict[str, object]) -> tuple[Path, str]:
@@ -159,84 +160,53 @@ def merged_and_checked(path: Path, trained: Path, changed: dict[str, object]) ->
 
 PET = "model__model_config__pet_config__"
 TARGETS = CHANGES["model.model_config.pet_config"]["target_modules"]
-VARIANTS = {
-    "dora": {"use_dora": True},
-    "vocabulary": {"target_modules": f"{TARGETS}|embed_tokens|lm_head"},
+VARIANTS: dict[str, dict[str, object]] = {
+    "dora": {f"{PET}use_dora": True},
+    "vocabulary": {f"{PET}target_modules": f"{TARGETS}|embed_tokens|lm_head"},
+    "nf4": {f"{PET}base_dtype": "nf4", "context__mode": 0, "sample_prompt": "the cat"},
+    **{method: {f"{PET}init_lora_weights": method} for method in ("pissa", "pissa_niter_4", "olora")},
 }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_starts_from_the_base_model_resumes_and_is_merged(
-    home: Path, path: Path, whole: Path, name: str
+def test_a_variant_starts_from_the_base_model_resumes_predicts_and_is_merged(
+    home: Path, path: Path, base: Path, name: str
 ) -> None:
     limit = decoder_limits(config_of(path).decoder, rows=4).loss
-    changed: dict[str, object] = {f"{PET}lora_dropout": 0, "optimizer__loraplus_lr_ratio": 1}
-    changed |= {f"{PET}{each}": value for each, value in VARIANTS[name].items()}
+    without = {f"{PET}lora_dropout": 0, "optimizer__loraplus_lr_ratio": 1}
+    changed = VARIANTS[name] | without
+    mode = {key: value for key, value in changed.items() if key == "context__mode"}
     flags = changed | {"runner_config__stop_step": HALF}
     trained = train(path, output_dir=home / name, **flags)
-    plain = {f"{PET}lora_dropout": 0, "runner_config__stop_step": 2}
-    usual = step_records(train(path, output_dir=home / f"{name}_usual", **plain))
     losses = column(step_records(trained), "loss")
-    assert losses[0] == pytest.approx(usual[0]["loss"], rel=limit) and losses[-1] < losses[0]
+    assert losses[-1] < losses[0]
+    if name != "nf4":
+        usual = train(path, output_dir=home / f"{name}_usual", **without, runner_config__stop_step=1)
+        assert losses[0] == pytest.approx(step_records(usual)[0]["loss"], rel=limit)
     assert_resumes(path, trained, HALF // 2, **flags)
     loss = loss_of(path, home / f"{name}_eval", adapter_id=trained, **changed)
     assert loss == eval_records(trained)[-1]["eval_loss"]
+    folder = newest_complete(trained / "checkpoints")
+    files = {file.name for file in folder.iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    if name == "nf4":  # the adapters fit the base model in any dtype, which costs what the dtype rounds
+        wide = loss_of(path, home / "nf4_wide", adapter_id=trained, context__mode=0)
+        assert wide != loss and wide == pytest.approx(loss, rel=LOSS_IN_NF4)
+    if f"{PET}init_lora_weights" in changed:  # the folder is plain LoRA of twice the rank, which PEFT reads
+        described = json.loads((folder / "adapter_config.json").read_text())
+        assert (described["r"], described["lora_alpha"], described["init_lora_weights"]) == (2 * RANK, 12, True)
+        plain_lora = {f"{PET}lora_rank": 2 * RANK, f"{PET}lora_alpha": 12}
+        assert loss_of(path, home / f"{name}_lora", adapter_id=trained, **plain_lora) == pytest.approx(loss, rel=limit)
     merged, output = merged_and_checked(path, trained, changed)
     assert f"with the {4 + 2 * (name == 'vocabulary')} adapters" in output
-    with_adapters = predicted(path, home / f"{name}_predict", adapter_id=trained, **changed)
-    assert with_adapters == predicted(dense(path, home / "plain"), home / f"{name}_dense", load_checkpoint=merged)
-
-
-def test_a_base_in_few_bytes_resumes_is_evaluated_predicts_and_is_merged(home: Path, path: Path) -> None:
-    limit = decoder_limits(config_of(path).decoder, rows=4).loss
-    changed = {f"{PET}base_dtype": "nf4", "context__mode": 0}
-    flags = changed | {"runner_config__stop_step": HALF, "sample_prompt": "the cat"}
-    trained = train(path, output_dir=home / "nf4", **flags)
-    losses = column(step_records(trained), "loss")
-    assert losses[-1] < losses[0]
-    files = {file.name for file in newest_complete(trained / "checkpoints").iterdir()}
-    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
-    assert_resumes(path, trained, HALF // 2, **flags)
-    loss = loss_of(path, home / "nf4_eval", adapter_id=trained, **changed)
-    assert loss == eval_records(trained)[-1]["eval_loss"]
-    # The adapters fit the base model in any dtype, which costs what the dtype rounds.
-    wide = loss_of(path, home / "nf4_wide", adapter_id=trained, context__mode=0)
-    assert wide != loss and wide == pytest.approx(loss, rel=LOSS_IN_NF4)
-    merged, _ = merged_and_checked(path, trained, changed)
     plain = dense(path, home / "plain")
-    loss_merged = loss_of(plain, home / "nf4_merged", load_checkpoint=merged, context__mode=0)
-    assert loss_merged == pytest.approx(loss, rel=limit)
-    with_adapters = predicted(path, home / "nf4_predict", adapter_id=trained, **changed)
-    assert with_adapters == predicted(plain, home / "nf4_dense", load_checkpoint=merged)
-
-
-@pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora"])
-def test_adapters_from_the_base_weights_resume_and_are_saved_for_the_original_ones(
-    home: Path, path: Path, base: Path, method: str
-) -> None:
-    """The folder that is saved works with the base model, as plain LoRA of twice the rank, which PEFT reads."""
-    limit = decoder_limits(config_of(path).decoder, rows=4).loss
-    changed = {f"{PET}init_lora_weights": method, f"{PET}lora_dropout": 0}
-    flags = changed | {"runner_config__stop_step": HALF}
-    whole = train(path, output_dir=home / method, **flags)
-    usual = train(path, output_dir=home / f"{method}_usual", **{f"{PET}lora_dropout": 0, "runner_config__stop_step": 1})
-    assert step_records(whole)[0]["loss"] == pytest.approx(step_records(usual)[0]["loss"], rel=limit)
-    assert_resumes(path, whole, HALF // 2, **flags)
-    folder = newest_complete(whole / "checkpoints")
-    described = json.loads((folder / "adapter_config.json").read_text())
-    assert (described["r"], described["lora_alpha"], described["init_lora_weights"]) == (2 * RANK, 12, True)
-    plain = {f"{PET}lora_rank": 2 * RANK, f"{PET}lora_alpha": 12}
-    losses = [loss_of(path, home / f"{method}_eval", adapter_id=whole, **each) for each in (changed, plain)]
-    assert losses[0] == eval_records(whole)[-1]["eval_loss"]
-    assert losses[1] == pytest.approx(losses[0], rel=limit)
-    merged, _ = merged_and_checked(path, whole, changed)
-    loss = loss_of(dense(path, home / "plain"), home / f"{method}_merged", load_checkpoint=merged)
-    assert loss == pytest.approx(losses[0], rel=limit)
+    assert loss_of(plain, home / f"{name}_merged", load_checkpoint=merged, **mode) == pytest.approx(loss, rel=limit)
+    with_adapters = predicted(path, home / f"{name}_predict", adapter_id=trained, **changed)
+    assert with_adapters == predicted(plain, home / f"{name}_dense", load_checkpoint=merged)
 
 
 def loss_of(path: Path, output: Path, **flags: object) -> float:
-    train(path, output_dir=output, run_mode="eval", **flags)
-    return json.loads((output / "eval.json").read_text())["loss"]
+    return evaluate(path, output, **flags)["loss"]
 
 
 def test_evaluation_with_adapters_equals_the_merged_model(home: Path, path: Path, whole: Path, merged: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_helpers import PROGRAM, config_of, train, write_config
+from run_helpers import PROGRAM, config_of, predict, train, write_config
 from tolerances import FREQUENCY_OF_4000, RUN_ROUTING, WHOLE_NUMBER
 
 from trainer.cli.flags import split_arguments
@@ -195,11 +195,6 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(path))
-
-
-def predict(path: Path, **flags: object) -> list[dict]:
-    output = train(path, run_mode="predict", **flags)
-    return [json.loads(line) for line in (output / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -106,8 +107,7 @@ def test_metrics_hold_every_step_once(resumed: Path) -> None:
 
 
 def test_a_checkpoint_by_name_and_steps_that_were_made_before(path: Path, whole: Path, home: Path) -> None:
-    output = home / "by_name"
-    shutil.copytree(whole, output)  # has reached 2N; goes back to N and makes the rest again
+    output = shutil.copytree(whole, home / "by_name")  # has reached 2N; goes back to N and makes the rest again
     train(path, output_dir=output, resume_training=f"step-{HALF:08d}")
     assert figures(output) == figures(whole)
     assert column(eval_records(output), "step") == column(eval_records(whole), "step")
@@ -139,8 +139,7 @@ def test_nothing_is_left_to_do(path: Path, whole: Path, capsys: pytest.CaptureFi
 
 
 def test_ignoring_the_data_starts_it_from_the_beginning(path: Path, whole: Path, home: Path) -> None:
-    output = home / "ignoring"
-    shutil.copytree(whole, output)
+    output = shutil.copytree(whole, home / "ignoring")
     flags = {"resume_training": f"step-{HALF:08d}", "runner_config__stop_step": HALF + 2, "do_eval": False}
     train(path, output_dir=output, ignore_data_skip=True, train_dataset__data_loader__shuffle=False, **flags)
     records = step_records(output)[HALF:]
@@ -194,8 +193,7 @@ def test_the_plan_refuses_what_a_run_would(
 def test_settings_that_changed_since_the_checkpoint_are_told(
     path: Path, whole: Path, home: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    output = home / "changed"
-    shutil.copytree(whole, output)
+    output = shutil.copytree(whole, home / "changed")
     flags = {
         "output_dir": output, "resume_training": f"step-{HALF:08d}", "do_eval": False,
         "lr_schedule__learning_rate": 0.02, "amp_level": "O2", "runner_wrapper__max_grad_norm": 0.5,
@@ -217,8 +215,7 @@ def test_settings_that_changed_since_the_checkpoint_are_told(
 def test_a_checkpoint_that_remembers_no_settings_can_be_resumed(
     path: Path, whole: Path, home: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    output = home / "older"
-    shutil.copytree(whole, output)
+    output = shutil.copytree(whole, home / "older")
     checkpoint = output / "checkpoints" / f"step-{HALF:08d}"
     state = json.loads((checkpoint / "state.json").read_text())
     del state["settings"]
@@ -279,8 +276,7 @@ def test_other_text_of_the_same_size_is_refused(path: Path, whole: Path, home: P
 
 
 def test_an_incomplete_checkpoint_is_passed_over_and_refused_by_name(path: Path, whole: Path, home: Path) -> None:
-    output = home / "incomplete"
-    shutil.copytree(whole, output)
+    output = shutil.copytree(whole, home / "incomplete")
     newest = output / "checkpoints" / f"step-{2 * HALF:08d}"
     (newest / "COMPLETE").unlink()
     message = refusal(path, output, resume_training=newest.name)
@@ -290,52 +286,37 @@ def test_an_incomplete_checkpoint_is_passed_over_and_refused_by_name(path: Path,
 
 
 def test_a_damaged_checkpoint_is_refused(path: Path, whole: Path, home: Path) -> None:
-    output = home / "damaged"
-    shutil.copytree(whole, output)
+    output = shutil.copytree(whole, home / "damaged")
     state = output / "checkpoints" / f"step-{2 * HALF:08d}" / "optimizer.safetensors"
     state.write_bytes(state.read_bytes()[:-100])
     message = refusal(path, output)
     assert "damaged: optimizer.safetensors has" in message and f"step-{HALF:08d}" in message
 
 
-def change_arrays(file: Path, change) -> None:
+Arrays = dict[str, np.ndarray]
+NORM, GATE = "model.norm.weight", "exp_avg.model.layers.0.mlp.gate_proj.weight"
+SQUARES = f"exp_avg_sq.{NORM}"
+
+
+def change_arrays(file: Path, change: Callable[[Arrays], Arrays]) -> None:
     arrays = load_file(file)
-    name, array = change(arrays)
-    save_file(arrays | {name: array}, file)
+    changed = change(arrays)
+    save_file(arrays | changed, file)
 
 
-def nan_weight(arrays: dict) -> tuple:
-    array = arrays["model.norm.weight"].copy()
-    array[3] = np.nan
-    return "model.norm.weight", array
-
-
-def turned_state(arrays: dict) -> tuple:
-    name = "exp_avg.model.layers.0.mlp.gate_proj.weight"
-    return name, np.ascontiguousarray(arrays[name].T)
-
-
-def half_state(arrays: dict) -> tuple:
-    name = "exp_avg_sq.model.norm.weight"
-    return name, arrays[name].astype(np.float16)
-
-
-def nan_state(arrays: dict) -> tuple:
-    name = "exp_avg_sq.model.norm.weight"
-    return name, np.full_like(arrays[name], np.nan)
-
-
-def foreign_state(arrays: dict) -> tuple:
-    return "third.model.norm.weight", arrays.pop("exp_avg_sq.model.norm.weight")
+def with_nan(array: np.ndarray) -> np.ndarray:
+    changed = array.copy()
+    changed[3] = np.nan
+    return changed
 
 
 @pytest.mark.parametrize(
     ("name", "change", "part"),
     [
-        ("model", nan_weight, "not finite: model.norm.weight has NaN or infinity"),
-        ("optimizer", turned_state, "exp_avg.model.layers.0.mlp.gate_proj.weight of shape [16, 32], not [32, 16]"),
-        ("optimizer", half_state, "exp_avg_sq.model.norm.weight in F16, not F32"),
-        ("optimizer", foreign_state, "lacks exp_avg_sq.model.norm.weight"),
+        ("model", lambda arrays: {NORM: with_nan(arrays[NORM])}, "not finite: model.norm.weight has NaN or infinity"),
+        ("optimizer", lambda arrays: {GATE: arrays[GATE].T.copy()}, f"{GATE} of shape [16, 32], not [32, 16]"),
+        ("optimizer", lambda arrays: {SQUARES: arrays[SQUARES].astype(np.float16)}, f"{SQUARES} in F16, not F32"),
+        ("optimizer", lambda arrays: {f"third.{NORM}": arrays.pop(SQUARES)}, f"lacks {SQUARES}"),
         ("state", {"position": {"step": 17, "data_from_step": 1}}, "says step 17 (position.step), its marker 16"),
         ("state", {"position": {"batch": 10**6}}, "position.batch is 1000000, and an epoch has"),
         ("state", {"optimizer": {"updates": 17}}, "optimizer.updates is 17, and position.step 16"),
@@ -345,8 +326,7 @@ def foreign_state(arrays: dict) -> tuple:
 def test_a_checkpoint_with_right_checksums_that_makes_no_sense(
     path: Path, whole: Path, tmp_path: Path, name: str, change, part: str
 ) -> None:
-    output = tmp_path / "output"
-    shutil.copytree(whole, output)
+    output = shutil.copytree(whole, tmp_path / "output")
     checkpoint = output / "checkpoints" / f"step-{2 * HALF:08d}"
     if name == "state":
         state = json.loads((checkpoint / "state.json").read_text())
@@ -361,10 +341,9 @@ def test_a_checkpoint_with_right_checksums_that_makes_no_sense(
 
 
 def test_nan_in_the_optimizer_state_is_found_when_it_is_read(path: Path, whole: Path, home: Path) -> None:
-    output = home / "nan_state"
-    shutil.copytree(whole, output)
+    output = shutil.copytree(whole, home / "nan_state")
     checkpoint = output / "checkpoints" / f"step-{2 * HALF:08d}"
-    change_arrays(checkpoint / "optimizer.safetensors", nan_state)
+    change_arrays(checkpoint / "optimizer.safetensors", lambda arrays: {SQUARES: with_nan(arrays[SQUARES])})
     mark_again(checkpoint)
     config = config_of(path, output_dir=output, resume_training=True)
     found = prepare_run(config).resumed.optimizer

@@ -21,7 +21,9 @@ from run_helpers import (
     figures,
     files_below,
     finish,
+    kill_after,
     start,
+    start_and_wait,
     step_records,
     steps_done,
     train,
@@ -62,9 +64,7 @@ def test_finishes_the_step_saves_and_can_go_on(home: Path, uninterrupted: Path) 
     """SIGTERM; SIGINT is test_control_c_at_a_terminal. Checkpoints are written beside the training."""
     saves = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 2, "keep_checkpoint_max": 2, "async_save": True}]
     path = write_config(home / "SIGTERM", home / "data", {**LONG, "callbacks": saves})
-    output = home / "SIGTERM" / "output"
-    process = start("--config", path, cwd=home)
-    wait_until(lambda: steps_done(output) >= 3, process)
+    process, output = start_and_wait(path, steps=3)
     sent_at = steps_done(output)
     process.send_signal(signal.SIGTERM)
     returned, printed, errors = finish(process, 20)
@@ -84,11 +84,7 @@ def test_the_interrupted_checkpoint_is_that_of_its_step(home: Path, uninterrupte
 def test_killed_at_any_moment_the_newest_complete_checkpoint_serves(home: Path, uninterrupted: Path) -> None:
     saves = [{"type": "CheckpointMonitor", "save_checkpoint_steps": 1, "keep_checkpoint_max": 2, "async_save": True}]
     path = write_config(home / "killed", home / "data", {**LONG, "callbacks": saves})
-    output = home / "killed" / "output"
-    process = start("--config", path, cwd=home)
-    wait_until(lambda: steps_done(output) >= 5, process)
-    process.kill()
-    assert finish(process)[0] == -signal.SIGKILL
+    output = kill_after(path, steps=5)
     saved, written = newest_complete(output / "checkpoints"), steps_done(output)
     step = int(saved.name.removeprefix("step-"))
     assert written - 2 <= step <= written  # one save may be in flight
@@ -102,9 +98,7 @@ def test_during_an_evaluation(home: Path) -> None:
     endless = {"data_loader": {"type": "SyntheticDataset", "num_samples": 10_000_000}}
     changes = {**LONG, "do_eval": True, "eval_step_interval": 2, "eval_dataset": endless}
     path = write_config(home / "evaluating", home / "data", changes)
-    output = home / "evaluating" / "output"
-    process = start("--config", path, cwd=home)
-    wait_until(lambda: steps_done(output) >= 2, process)
+    process, output = start_and_wait(path, steps=2)
     time.sleep(0.5)  # well into the evaluation
     assert process.poll() is None and steps_done(output) == 2
     process.send_signal(signal.SIGTERM)
