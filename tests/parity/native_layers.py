@@ -19,7 +19,7 @@ import numpy as np
 import numpy_kernels
 from decoder_settings import decoder_settings
 from mindspore import Tensor
-from numpy_kernels import distance
+from numpy_kernels import assert_close, distance
 from tolerances import rounding_limit
 
 from trainer.arrays.attention import positions
@@ -113,10 +113,7 @@ class Case:
         """Compares gradients; `found` has those of x and of all weights."""
         right, rows = self.gradients, len(self.upstream_ND if self.x_ND is None else self.x_ND)
         terms = 2 * (self.terms + rows)
-        assert found.keys() == right.keys()
-        for name, array in found.items():
-            ours = array.asnumpy() if isinstance(array, Tensor) else array
-            assert distance(ours, right[name]) <= rounding_limit(terms, scale=3), name
+        assert_close(found, right, rounding_limit(terms, scale=3))
 
     def call(self, trained: Iterable[str] | None = None, **options: Any) -> SublayerCall:
         """Returns a pass of a sublayer, a backward pass of all weights where they are not named."""

@@ -11,7 +11,7 @@ import pytest
 from golden_decoder import MODES, GoldenDecoder, golden_decoder
 from golden_files import AdapterCase, load_adapter_case, load_model_case, model_case_names, model_settings
 from mindspore import Tensor
-from numpy_kernels import distance
+from numpy_kernels import assert_close, assert_same_bits, distance
 from tiny_trainer import config_of
 from tolerances import SEVERAL_OPERATORS, rounding_limit
 
@@ -124,16 +124,13 @@ def test_initial_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
         else:
             length = np.linalg.norm(start[a].astype(np.float64), axis=1) ** 2
             assert distance(length * adapter.scale, exact[: adapter.rank]) < rounding_limit(*right.shape, 10)
-        initial_a, initial_b = initial_names(matrix)
-        np.testing.assert_array_equal(start[initial_a], start[a])
-        np.testing.assert_array_equal(start[initial_b], start[b])
+        assert_same_bits([start[name] for name in initial_names(matrix)], [start[a], start[b]])
     merged = merge_adapters(start, mine.settings)  # at the start the model is the base model
-    for key in case.merged:
-        assert distance(merged[key], base[key]) < rounding_limit(mine.settings.hidden_size)
+    hidden_limit = rounding_limit(mine.settings.hidden_size)
+    assert_close(*({key: each[key] for key in case.merged} for each in (merged, base)), hidden_limit)
     shapes = adapter_shapes(mine.settings)
     there = as_saved({each: as_sharded_array(mine.weights[each]) for each in shapes}, mine.weights)
-    for each, array in case.adapters.items():
-        np.testing.assert_array_equal(there[each.removeprefix(PREFIX)].array, array)
+    assert_same_bits({each: there[each.removeprefix(PREFIX)].array for each in case.adapters}, case.adapters)
 
 
 def test_subspace_iteration_comes_close_to_the_decomposition() -> None:
@@ -148,10 +145,9 @@ def test_subspace_iteration_comes_close_to_the_decomposition() -> None:
         distances.append(sum(left))
     exact, one, four, many = distances
     assert exact < four < one and many < exact * (1 + SEVERAL_OPERATORS)
-    again = decompose(base, config.decoder, seed=1)
-    assert all(np.array_equal(array, again[key]) for key, array in decompose(base, config.decoder, seed=1).items())
-    other = decompose(base, config.decoder, seed=2)
-    assert not all(np.array_equal(array, again[key]) for key, array in other.items())
+    first, again, other = (decompose(base, config.decoder, seed) for seed in (1, 1, 2))
+    assert_same_bits(again, first)
+    assert not all(np.array_equal(array, first[key]) for key, array in other.items())
 
 
 @CASES

@@ -11,9 +11,9 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-import mindspore
 import numpy as np
 import pytest
+from model_gradients import model_gradients
 from numpy_kernels import distance
 from tiny_trainer import TOKENS, config_of, make_batch
 from tolerances import (
@@ -32,7 +32,7 @@ from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.data import Batch
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
-from trainer.models.inputs import InputBuilder, RouterStatistics
+from trainer.models.inputs import InputBuilder
 from trainer.ops import host_library
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import precision_of, select_kernels
@@ -126,15 +126,8 @@ def build(dtype: str, **model: object) -> tuple[Decoder, InputBuilder]:
 
 def differentiate(dtype: str, **model: object) -> Result:
     decoder, build_inputs = build(dtype, **model)
-    parameters = decoder.parameters_by_name
-    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-
-    def loss_of(inputs):
-        return decoder(inputs, None, RouterStatistics()).total
-
-    backward = mindspore.value_and_grad(loss_of, None, [parameters[name] for name in trained])
-    loss, gradients = backward(build_inputs(BATCH))
-    return Result(float(loss.asnumpy()), {n: g.asnumpy().copy() for n, g in zip(trained, gradients, strict=True)})
+    loss, gradients = model_gradients(decoder, build_inputs(BATCH))
+    return Result(float(loss), {name: gradient.copy() for name, gradient in gradients.items()})
 
 
 LATENT = {

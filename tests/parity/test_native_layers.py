@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-import mindspore
 import numpy as np
 import numpy_kernels
 import pytest
 from mindspore import Tensor
+from model_gradients import model_gradients
 from native_layers import (
     ATTENTION,
     DROPOUT,
@@ -32,7 +32,7 @@ from native_layers import (
     normal,
     trained_subsets,
 )
-from numpy_kernels import assert_same_bits, distance
+from numpy_kernels import assert_close, assert_same_bits, distance
 from tiny_trainer import TinyTrainer, make_batch, shared_trainer
 from tolerances import decoder_limits, rounding_limit
 
@@ -126,9 +126,7 @@ def test_only_trained_weights_have_gradients(make: Callable[[], Case]) -> None:
     for names in trained_subsets(case.weights):
         grad, found = gradients(names)
         assert list(found) == names
-        np.testing.assert_array_equal(grad.asnumpy(), whole_grad.asnumpy())
-        for name in names:
-            np.testing.assert_array_equal(found[name].asnumpy(), whole[name].asnumpy(), err_msg=name)
+        assert_same_bits(found | {"x": grad}, {name: whole[name] for name in names} | {"x": whole_grad})
 
 
 class HeadResult(NamedTuple):
@@ -149,6 +147,13 @@ def run_head(
         assert not call.saved
         return HeadResult(loss, None, {})
     return HeadResult(loss, *run.backward(call, x_ND, labels_N, valid_N1, np.float32(1)))
+
+
+def assert_same_head(some: HeadResult, every: HeadResult, trained: tuple[str, ...]) -> None:
+    """Compares the results where these weights alone are trained with those where all are."""
+    assert some.loss == every.loss
+    expected = {name: every.weights[name] for name in trained}
+    assert_same_bits(some.weights | {"x": some.grad}, expected | {"x": every.grad})
 
 
 class HeadCase(NamedTuple):
@@ -222,10 +227,7 @@ def test_the_adapter_of_the_head_adds_up_over_blocks_of_tokens(monkeypatch: pyte
     case.check_gradients({"x": every.grad} | every.weights)
     for trained in (("lora_A", "lora_B"), ("lora_B",), ("lora_A",)):
         some = run_head(*arguments, trained)
-        assert some.loss == every.loss and some.weights.keys() == set(trained)
-        for name, gradient in {"x": some.grad, **some.weights}.items():
-            right = every.grad if name == "x" else every.weights[name]
-            np.testing.assert_array_equal(gradient.asnumpy(), right.asnumpy())
+        assert_same_head(some, every, trained)
     assert run_head(*arguments, None).loss == every.loss
 
 
@@ -233,10 +235,7 @@ def test_the_adapter_of_the_head_adds_up_over_blocks_of_tokens(monkeypatch: pyte
 def test_a_frozen_part_of_the_head_has_no_gradient(trained: tuple[str, ...]) -> None:
     case = head_case(10, 6, maps=True)
     every, some = case.run(tuple(case.weights)), case.run(trained)
-    assert some.loss == every.loss and some.weights.keys() == set(trained)
-    np.testing.assert_array_equal(some.grad.asnumpy(), every.grad.asnumpy())
-    for name, ours in some.weights.items():
-        np.testing.assert_array_equal(ours.asnumpy(), every.weights[name].asnumpy())
+    assert_same_head(some, every, trained)
 
 
 def test_the_head_with_large_logits_and_without_valid_labels(implementation: str) -> None:
@@ -378,8 +377,7 @@ def test_the_merge_of_a_further_prediction(implementation: str) -> None:
     for names in trained_subsets(weights):
         same_inputs, alone = gradients(names)
         assert list(alone) == names
-        for name, array in (same_inputs | alone).items():
-            np.testing.assert_array_equal(array.asnumpy(), (of_inputs | found)[name].asnumpy(), err_msg=name)
+        assert_same_bits(same_inputs | alone, of_inputs | {name: found[name] for name in names})
 
 
 def test_what_threads_share_inside_their_work_stays_with_each() -> None:
@@ -430,21 +428,14 @@ def test_the_bits_are_the_same_for_any_number_of_threads(
 ) -> None:
     one = {name: array.asnumpy() for name, array in everything(1, monkeypatch)}
     for threads in (2, 3):
-        for name, array in everything(threads, monkeypatch):
-            np.testing.assert_array_equal(array.asnumpy(), one[name], err_msg=f"{name}, {threads} threads")
+        assert_same_bits({name: array.asnumpy() for name, array in everything(threads, monkeypatch)}, one)
 
 
 def gradients(trainer: TinyTrainer) -> dict[str, np.ndarray]:
     """Returns the gradients of all trained weights, and the loss."""
     inputs = trainer.build_inputs(make_batch(seed=4, valid=9, rows=2))
-    trained = {name: each for name, each in trainer.model.parameters_by_name.items() if each.requires_grad}
-
-    def loss() -> Tensor:
-        return trainer.model(inputs, KEY, RouterStatistics()).total
-
-    value, found = mindspore.value_and_grad(loss, None, list(trained.values()))()
-    arrays = (gradient.asnumpy() for gradient in found)
-    return dict(zip(trained, arrays, strict=True), loss=value.asnumpy())
+    loss, found = model_gradients(trainer.model, inputs, dropout=KEY)
+    return found | {"loss": loss}
 
 
 MODEL = {"num_layers": 3, "use_qk_norm": True, "qkv_has_bias": True, "sliding_window": 5}
@@ -512,5 +503,4 @@ def test_a_training_without_the_library_is_the_same_but_for_rounding(monkeypatch
     plain_losses, plain_weights = trained()
     assert losses != plain_losses or any((weights[name] != plain_weights[name]).any() for name in weights)
     np.testing.assert_allclose(plain_losses, losses, rtol=len(batches) * limit.loss)
-    for name, weight in weights.items():
-        assert distance(plain_weights[name], weight) <= len(batches) * limit.gradients, name
+    assert_close(plain_weights, weights, len(batches) * limit.gradients)

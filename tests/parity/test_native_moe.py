@@ -19,7 +19,7 @@ import numpy_kernels
 import pytest
 from mindspore import Tensor
 from native_layers import HIDDEN, Case, dropping, normal, settings_of, trained_subsets, weights_of
-from numpy_kernels import distance
+from numpy_kernels import assert_same_bits, distance
 from thread_ranks import on_groups
 from tolerances import rounding_limit
 
@@ -253,9 +253,7 @@ def test_only_trained_weights_have_gradients(name: str) -> None:
     for names in trained_subsets(weights):
         grad, found = made.backward(made.forward()[1], names)
         assert list(found) == names
-        np.testing.assert_array_equal(grad.asnumpy(), whole_grad.asnumpy())
-        for one in names:
-            np.testing.assert_array_equal(found[one].asnumpy(), whole[one].asnumpy(), err_msg=one)
+        assert_same_bits(found | {"x": grad}, {one: whole[one] for one in names} | {"x": whole_grad})
 
 
 @pytest.mark.parametrize("name", ["capacity", "shared experts with a gate"])
@@ -277,8 +275,7 @@ def test_the_bits_are_the_same_for_any_number_of_threads(monkeypatch: pytest.Mon
         grad, found = made.backward(passed, made.case.weights)
         states.append([result, grad.asnumpy(), *(found[name].asnumpy() for name in made.case.weights)])
     for state in states[1:]:
-        for ours, right in zip(state, states[0], strict=True):
-            np.testing.assert_array_equal(ours, right)
+        assert_same_bits(state, states[0])
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from expert_operators import GroupedMatmul, operators_of_a_cpu
-from numpy_kernels import distance
-from test_semi_auto import batch, config_of, explicit
+from numpy_kernels import assert_close, distance
+from test_semi_auto import batch, config_of, drawn_weights, explicit
 from tolerances import FEW_OPERATIONS, SEVERAL_OPERATORS
 
-from trainer.models.spec.shapes import all_shapes
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.semi_auto import network
@@ -40,8 +39,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         found = load(choices, precision, **options)
         if options:
             return found
-        own = {"route": moe_ascend.Route, "grouped_matmul": GroupedMatmul}
-        return dataclasses.replace(found, **own)
+        return dataclasses.replace(found, route=moe_ascend.Route, grouped_matmul=GroupedMatmul)
 
     monkeypatch.setattr(network, "load_kernels", load_kernels)
     with operators_of_a_cpu():
@@ -52,9 +50,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_steps_are_those_of_explicit_mode(on_a_cpu: None, moe: dict[str, Any]) -> None:
     top = {"optimizer": {"type": "SGD", "momentum": 0.0}}
     config = config_of(top, num_layers=1, moe_config=MOE | moe)
-    random = np.random.default_rng(1)
-    shapes = all_shapes(config.decoder)
-    weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    weights = drawn_weights(config, 0.3)
     run = explicit(config, lambda update: 0.1, weights)
     step = open_semi_auto_training(config, lambda update: 0.1, weights, SINGLE_PROCESS, "CPU")
     for number in range(2):
@@ -64,6 +60,6 @@ def test_steps_are_those_of_explicit_mode(on_a_cpu: None, moe: dict[str, Any]) -
         for rate, expected in zip(mine.router_rates[1:], right.router_rates[1:], strict=True):
             np.testing.assert_allclose(rate, expected, SEVERAL_OPERATORS)
     saved, expected = step.state_dict_shard().weights, run.state_dict_shard().weights
-    assert max(distance(saved[name], expected[name].array) for name in expected) < FEW_OPERATIONS
+    assert_close(saved, {name: piece.array for name, piece in expected.items()}, FEW_OPERATIONS)
     evaluated = step.model(batch(2)).tokens.asnumpy(), run.model(run.build_inputs(batch(2))).tokens.asnumpy()
     assert distance(*evaluated) < FEW_OPERATIONS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy_kernels import assert_same_bits
 from tolerances import ADAMW_NEAR_ZERO, FEW_OPERATIONS
 
 from trainer.ops.updates.adamw import AdamWItem, HostAdamW
@@ -41,8 +42,7 @@ def test_it_is_the_formula_for_any_number_of_threads(scale: float, decay: float)
             np.testing.assert_array_equal(item.gradient, gradient)
         bits = [np.concatenate([item.weight, item.first, item.second]) for item in found]
         alone = bits if alone is None else alone
-        for array, other in zip(bits, alone, strict=True):
-            np.testing.assert_array_equal(array, other)
+        assert_same_bits(bits, alone)
 
 
 def test_an_error_in_a_thread_reaches_the_caller() -> None:
