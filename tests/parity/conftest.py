@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from documented_operators import SORTING, grouped_product
-from tiny_trainer import make_window
+from tiny_trainer import TinyTrainer, make_window, shared_trainer
 
 from trainer.arrays import memory, operators, tiles
 from trainer.arrays.attention import blocks, positions
@@ -18,6 +18,11 @@ from trainer.ops.ascend import moe
 # Not in a fixture: a tensor that a test file makes while it is imported starts MindSpore's threads with their defaults,
 # and then everything that is compiled takes up to five times as long.
 set_up_cpu_threads()
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyTrainer:
+    return shared_trainer()
 
 
 @pytest.fixture(scope="module")

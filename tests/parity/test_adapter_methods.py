@@ -30,6 +30,7 @@ from trainer.checkpoint.adapters import (
     join_weights,
     merge_adapters,
 )
+from trainer.config import Config
 from trainer.config.schema.model import ModelConfig
 from trainer.errors import UserError
 from trainer.models.spec.adapters import saved_settings
@@ -41,11 +42,12 @@ NAMES = model_case_names("adapter")
 CASES = pytest.mark.parametrize("name", NAMES)
 
 
-def pet_config(case: AdapterCase, **changes: Any) -> dict[str, Any]:
-    """Returns the `pet_config` with PEFT's settings."""
+def config_for(case: AdapterCase, **changes: Any) -> Config:
+    """Returns the configuration of a training with PEFT's settings; `changes` are of `pet_config`."""
     settings = dict(case.settings)
     pet = {"lora_rank": settings.pop("r"), "target_modules": "|".join(settings.pop("target_modules"))}
-    return pet | settings | changes
+    model = model_settings(load_model_case(case.model).config)
+    return config_of(model=model | {"pet_config": pet | settings | changes})
 
 
 class Adapted(NamedTuple):
@@ -59,7 +61,7 @@ def adapted(case: AdapterCase, folder: Path) -> Adapted:
     """Returns the model with the adapters that PEFT saved in `folder`."""
     model = load_model_case(case.model)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(case.adapter_config))
-    config = config_of(model={**model_settings(model.config), "pet_config": pet_config(case)})
+    config = config_for(case)
     adapters = fitting_adapters(case.adapters, config, folder).read()
     return Adapted(config.decoder, join_weights(config, dict(model.weights), adapters))
 
@@ -96,8 +98,8 @@ def test_merged_matrices_are_those_of_peft(name: str, tmp_path: Path) -> None:
 def test_the_embedding_that_peft_saves_must_be_the_base_model_s(tmp_path: Path) -> None:
     case = load_adapter_case("adapter_vocabulary")
     mine = adapted(case, tmp_path)
-    config = config_of(model={**model_settings(load_model_case(case.model).config), "pet_config": pet_config(case)})
-    fitting_adapters(case.adapters, config, tmp_path, base=mine.weights)
+    config = config_for(case)
+    fitting_adapters(case.adapters, config, tmp_path, "test", base=mine.weights)
     changed = mine.weights | {"model.embed_tokens.weight": mine.weights["model.embed_tokens.weight"] + 1}
     with pytest.raises(UserError, match="has another model.embed_tokens.weight than the base model"):
         fitting_adapters(case.adapters, config, tmp_path, base=changed)
@@ -138,8 +140,7 @@ def test_subspace_iteration_comes_close_to_the_decomposition() -> None:
     base = dict(load_model_case(case.model).weights)
     distances = []
     for method in ("pissa", "pissa_niter_1", "pissa_niter_4", "pissa_niter_64"):
-        pet = pet_config(case, init_lora_weights=method)
-        config = config_of(model={**model_settings(load_model_case(case.model).config), "pet_config": pet})
+        config = config_for(case, init_lora_weights=method)
         start = take_out(base | decompose(base, config.decoder, seed=1), config.decoder)
         left = [np.linalg.norm(start[key].astype(np.float64)) for key in case.merged]
         distances.append(sum(left))
@@ -180,8 +181,6 @@ def test_a_folder_that_does_not_fit_is_refused(
 ) -> None:
     case = load_adapter_case(name)
     adapted(case, tmp_path)
-    model = model_settings(load_model_case(case.model).config)
-    config = config_of(model={**model, "pet_config": pet_config(case, **changes)})
     with pytest.raises(UserError) as caught:
-        fitting_adapters(case.adapters, config, tmp_path)
+        fitting_adapters(case.adapters, config_for(case, **changes), tmp_path)
     assert rule in str(caught.value) and fix in str(caught.value)

@@ -18,13 +18,7 @@ from trainer.config import Config, parse_config
 from trainer.config.schema.images import IMAGES
 from trainer.data.batches.batch import IGNORE_INDEX, concatenate
 from trainer.data.source.images import ImageBatch
-from trainer.ops.kernel_set import load_kernels
-from trainer.ops.precision import resolve_precision
-from trainer.ops.select import select_kernels
-from trainer.optim.freeze import trained_shapes
-from trainer.optim.groups import parameter_groups
-from trainer.optim.optimizer import build_optimizer
-from trainer.run.session import build_model
+from trainer.run.session import open_training
 from trainer.step.accumulate import accumulate
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
@@ -43,13 +37,7 @@ def config_of(**sections) -> Config:
 
 def trainer_of(config: Config) -> TrainStep:
     """Returns a step with a constant rate, over a model of its own."""
-    precision = resolve_precision(config.decoder, None, "CPU")
-    model, build_inputs = build_model(config, load_kernels(select_kernels(config.network, "CPU", precision), precision))
-    shapes = trained_shapes(config)
-    trained = {name: model.parameters_by_name[name] for name in shapes}
-    groups = parameter_groups(shapes, config.optimizer)
-    optimizer = build_optimizer(trained, groups, config.optimizer)
-    return TrainStep(model, optimizer, lambda update: 0.1, build_inputs, config.runner_wrapper)
+    return open_training(config, lambda update: 0.1)
 
 
 def make_batch(seed: int, rows: int = 6, padding: int = 0) -> ImageBatch:

@@ -26,11 +26,6 @@ LIMITS = decoder_limits(config_of().decoder, rows=4)
 
 
 @pytest.fixture(scope="module")
-def tiny() -> TinyTrainer:
-    return shared_trainer()
-
-
-@pytest.fixture(scope="module")
 def window() -> list[Batch]:
     return make_window(12, 3, 5, 7)
 

@@ -16,9 +16,11 @@ from tiny_trainer import (
     TOKENS,
     VOCABULARY,
     TinyTrainer,
+    by_name,
     config_of,
     garbage_of,
     join,
+    loss_and_gradients,
     make_batch,
     make_window,
     same_bits,
@@ -117,8 +119,7 @@ def test_the_gradient_of_the_auxiliary_loss_reaches_the_router_whatever_the_loss
     with monkeypatch.context() as patch:
         patch.setattr(plain.model, "aux_factor", 0.0)
         bare = accumulate(window, step.backward)
-    place = list(step.optimizer.parameters).index(ROUTER)
-    moved = found.gradients[place].asnumpy() - bare.gradients[place].asnumpy()
+    moved = by_name(step, found.gradients)[ROUTER] - by_name(step, bare.gradients)[ROUTER]
     assert np.abs(moved).max() > 1e-3
     scaled = accumulate(window, step.backward, loss_scale=1024.0)
     assert_same_bits([each.asnumpy() / 1024 for each in scaled.gradients], found.gradients)
@@ -148,11 +149,10 @@ def test_the_auxiliary_loss_is_the_formula_of_the_paper(
     assert found == pytest.approx(expected, rel=LIMITS.loss)
 
     name = "model.layers.0.mlp.gate.weight"
-    place = list(step.optimizer.parameters).index(name)
-    with_loss = step.backward(batch, 0, 1.0).gradients[place].asnumpy().copy()
+    with_loss = loss_and_gradients(step, batch)[1][name].copy()
     with monkeypatch.context() as patch:
         patch.setattr(trainer.model, "aux_factor", 0.0)
-        without = step.backward(batch, 0, 1.0).gradients[place].asnumpy()
+        without = loss_and_gradients(step, batch)[1][name]
     weight, small = trainer.initial[name].copy(), 3e-3
     for index in [(0, 0), (2, 5), (3, 15)]:
         values = []
@@ -191,9 +191,8 @@ def test_the_loss_of_a_whole_step_is_the_published_formula(native: bool) -> None
     batches, seen, step = [make_batch(seed, 12, rows=2) for seed in (1, 2)], [], trainer.step()
 
     def backward(batch: Batch, number: int, factor: float) -> MicroBatch:
-        found = step.backward(batch, number, factor)
-        seen.append((found, len(seen)))
-        return found
+        seen.append(step.backward(batch, number, factor))
+        return seen[-1]
 
     statistics = [RouterStatistics() for _ in batches]  # without a load of the step: what each decides alone
     for batch, each in zip(batches, statistics, strict=True):
@@ -201,7 +200,7 @@ def test_the_loss_of_a_whole_step_is_the_published_formula(native: bool) -> None
     scores, experts = zip(*map(decided, statistics), strict=True)
     counts = [np.bincount(experts_Nk.reshape(-1), minlength=4) for experts_Nk in experts]
     accumulate(batches, backward)
-    for number, (found, _) in enumerate(seen):
+    for number, found in enumerate(seen):
         share_E = sum(counts[: number + 1]) / sum(map(sum, counts[: number + 1]))
         expected = 12 * 4 * (share_E * scores[number].mean(0)).sum()
         assert float(found.other_sums["aux_loss"][0].asnumpy()) == pytest.approx(expected, rel=LIMITS.loss)
@@ -216,11 +215,10 @@ def test_the_gradient_of_that_loss_is_its_slope_with_the_load_of_the_step_held(
     name, batch, share_E = "model.layers.0.mlp.gate.weight", make_batch(3, 20, rows=2), np.array([0.4, 0.3, 0.2, 0.1])
     monkeypatch.setattr(StepExpertLoad, "layer_load", lambda self, layer: lambda requested_E: share_E)
     step = trainer.step()
-    place = list(step.optimizer.parameters).index(name)
 
     def at(factor: float) -> np.ndarray:
         monkeypatch.setattr(trainer.model, "aux_factor", factor)
-        return step.backward(batch, 0, 1.0).gradients[place].asnumpy().copy()
+        return loss_and_gradients(step, batch)[1][name].copy()
 
     gradient, weight, small = at(1.0) - at(0.0), trainer.initial[name].copy(), 3e-3
 

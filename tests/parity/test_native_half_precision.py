@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from model_gradients import model_gradients
 from numpy_kernels import distance
-from tiny_trainer import TOKENS, config_of, make_batch
+from tiny_trainer import TOKENS, TinyTrainer, make_batch
 from tolerances import (
     GRADIENTS_BFLOAT16,
     GRADIENTS_FLOAT16,
@@ -30,16 +30,11 @@ from trainer.arrays import onednn, operators
 from trainer.arrays.memory import narrow_weight
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.data import Batch
-from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
-from trainer.models.inputs import InputBuilder
 from trainer.ops import host_library
-from trainer.ops.kernel_set import load_kernels
-from trainer.ops.select import precision_of, select_kernels
 from trainer.storage.bfloat16 import as_bfloat16, as_float32
 
 BATCH = make_batch(3, 17, rows=2)
-MODEL = {"initializer_range": 0.1}
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "shared_expert_num": 1, "capacity_factor": None}
 RANDOM = np.random.default_rng(5)
 
@@ -116,17 +111,15 @@ class Result(NamedTuple):
     gradients: dict[str, np.ndarray]
 
 
-def build(dtype: str, **model: object) -> tuple[Decoder, InputBuilder]:
-    config = config_of(model=MODEL | model | {"compute_dtype": dtype})
-    precision = precision_of(config, "CPU")
-    assert precision.compute.dtype == dtype
-    kernels = load_kernels(select_kernels(config.decoder, "CPU", precision), precision, host_layers=True)
-    return Decoder(config.decoder, kernels, seed=5), InputBuilder(config.decoder, kernels)
+def build(dtype: str, **model: object) -> TinyTrainer:
+    made = TinyTrainer(**{"initializer_range": 0.1} | model, compute_dtype=dtype)
+    assert made.kernels.host_dtype == dtype
+    return made
 
 
 def differentiate(dtype: str, **model: object) -> Result:
-    decoder, build_inputs = build(dtype, **model)
-    loss, gradients = model_gradients(decoder, build_inputs(BATCH))
+    made = build(dtype, **model)
+    loss, gradients = model_gradients(made.model, made.build_inputs(BATCH))
     return Result(float(loss), {name: gradient.copy() for name, gradient in gradients.items()})
 
 
@@ -204,12 +197,13 @@ def test_prediction_computes_in_float32(dtype: str) -> None:
     """Whatever the products of a training take: its logits, with a key/value cache, are those of the float32 model."""
     prompt, rows = BATCH.input_ids[1, : TOKENS - 3].tolist(), {}
     for one in ("float32", dtype):
-        generator = Generator(*build(one), eos_ids=[])
+        made = build(one)
+        generator = Generator(made.model, made.build_inputs, eos_ids=[])
         cache = generator.new_cache(1, TOKENS)
         rows[one] = generator.read_prompts(cache, np.array([prompt], np.int32), np.array([len(prompt)]))
         assert len(list(generator.stream([prompt], [3], Sampling()))) == 3
     np.testing.assert_array_equal(rows[dtype], rows["float32"])
-    decoder, build_inputs = build("float32")
+    made = build("float32")
     ids, places = np.array([prompt], np.int32), np.arange(len(prompt), dtype=np.int32)[None]
-    whole = decoder.logits(build_inputs(Batch(ids, ids, places, np.zeros_like(ids)))).asnumpy()
-    assert distance(rows[dtype], whole[-1:]) < decoder_limits(decoder.settings).loss
+    whole = made.model.logits(made.build_inputs(Batch(ids, ids, places, np.zeros_like(ids)))).asnumpy()
+    assert distance(rows[dtype], whole[-1:]) < decoder_limits(made.model.settings).loss

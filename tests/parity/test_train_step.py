@@ -45,11 +45,6 @@ SGD = {"type": "SGD"}
 ADAMW = {"type": "AdamW", "weight_decay": 0.1}
 
 
-@pytest.fixture(scope="module")
-def tiny() -> TinyTrainer:
-    return shared_trainer()
-
-
 def clip(max_norm: float) -> dict:
     return {"use_clip_grad": True, "max_grad_norm": max_norm}
 

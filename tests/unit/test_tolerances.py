@@ -20,7 +20,7 @@ MUTATION = 1 + 1e-5
 TESTS = Path(__file__).resolve().parents[1]
 TOLERANCES = TESTS / "tolerances.py"
 # Functions with a tolerance, and the number of arguments before it.
-COMPARISONS = {"approx": 1, "assert_allclose": 2, "allclose": 2, "isclose": 2, "close": 2}
+COMPARISONS = {"approx": 1, "assert_allclose": 2, "allclose": 2, "isclose": 2, "close": 2, "assert_close": 2}
 KEYWORDS = {"rtol", "atol", "rel", "abs", "rel_tol", "abs_tol"}
 DISTANCES = {"abs", "distance", "furthest"}
 
@@ -96,7 +96,8 @@ def tolerances_in(tree: ast.AST) -> Iterator[ast.expr]:
 def test_a_literal_is_found() -> None:
     found = {
         "approx(1, rel=0.1)": True, "approx(1, 1e-3)": True, "np.testing.assert_allclose(a, b, 1e-6)": True,
-        "assert 0 < distance(a, b) < 2e-3": True, "assert np.abs(a).max() < 1e-5 * b": True, "limit = 1e-5": True,
+        "assert_close(a, b, 1e-3)": True, "assert 0 < distance(a, b) < 2e-3": True,
+        "assert np.abs(a).max() < 1e-5 * b": True, "limit = 1e-5": True,
         "approx(1, rel=4 * U, abs=0.0)": False, "approx(1.5)": False, "assert distance(a, b) > 1e-3": False,
         "limit = rounding_limit(3, scale=0.5)": False,
     }  # fmt: skip
