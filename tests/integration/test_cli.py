@@ -181,7 +181,7 @@ def test_doctor_judges_this_machine_without_loading_mindspore(tmp_path: Path) ->
     done = watched(["doctor", "--json"], tmp_path)
     found = json.loads(done.stdout)
     assert done.returncode == 0 and done.stderr.splitlines() == ["mindspore loaded: False"], done.stderr
-    assert found["ok"] and all(check["verdict"] in ("ok", "warn", "fail") for check in found["checks"])
+    assert found["ok"] and {check["verdict"] for check in found["checks"]} <= {"ok", "warn"}
     code, output, _ = call("doctor", cwd=tmp_path)
     assert code == 0 and all(word in output for word in ("Python", "MindSpore"))
 
