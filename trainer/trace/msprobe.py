@@ -97,7 +97,7 @@ def read_dump(folder: Path, right: Trace) -> Trace:
     The first step of the dump is compared with the first one of the trace.
 
     Raises:
-        UserError: A dump.json cannot be read, or no entry stands for a tensor of the trace.
+        UserError: The dump is damaged, or no entry stands for a tensor of the trace.
     """
     trace = Trace(folder, {})
     last = max((key.step for key in right.pieces), default=0)
@@ -106,7 +106,11 @@ def read_dump(folder: Path, right: Trace) -> Trace:
             _leave_out(trace, path.name, f"the right trace ends with step {last}")
             continue
         ranks = [_read_rank(rank, each, trace) for rank, each in enumerate_ranks(path)]
-        _Step(right, trace, ranks, number).add_pieces()
+        try:
+            _Step(right, trace, ranks, number).add_pieces()
+        except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+            # Of the contents of a dump.json, or of a tensor's file.
+            raise UserError(f"is damaged: {error}", where="flag --against", value=str(path), fix="dump again") from None
     if not trace.pieces:
         reasons = "; ".join(why for why, _ in Counter(trace.unmatched.values()).most_common(3))
         rule = f"none of its {len(trace.unmatched)} entries stands for a tensor of the right trace ({reasons})"
@@ -128,7 +132,7 @@ def enumerate_ranks(step: Path) -> list[tuple[int, Path]]:
 def _read_rank(rank: int, folder: Path, trace: Trace) -> _Rank:
     path = folder / "dump.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))["data"]
+        data = dict(json.loads(path.read_text(encoding="utf-8"))["data"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "call PrecisionDebugger.stop() and step(), which write it, and dump again"
         rule = f"cannot be read as a dump.json of msprobe: {error}"

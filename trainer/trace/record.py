@@ -13,13 +13,14 @@ import fnmatch
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
+from trainer.config.schema.model import Dtype
 from trainer.errors import UserError
 from trainer.monitors.files import make_folder, write_failure, write_text
 from trainer.trace.sketch import BUCKETS, CELLS, SKETCH_SIZE, Place, Summary, as_numbers, summarize
@@ -30,6 +31,12 @@ RANK_FILE = "rank.json"
 PIECES = "pieces.jsonl"
 SKETCHES = "sketches.f64"
 _SKETCH_BYTES = 8 * SKETCH_SIZE
+_NEEDED_FACTS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("ranks", "layers", "summands"), lambda value: type(value) is int and value > 0),
+    "compute_dtype": lambda value: value in get_args(Dtype),
+    "learning_rates": lambda value: isinstance(value, list) and all(type(rate) in (int, float) for rate in value),
+}
+"""What a comparison needs of the manifest."""
 
 Kind: TypeAlias = Literal["weight", "activation", "activation gradient", "gradient", "choice", "loss", "norm"]
 
@@ -153,7 +160,7 @@ def read_manifest(folder: Path, where: str) -> dict[str, Any]:
     """Reads what was run.
 
     Raises:
-        UserError: The folder is not one of this version.
+        UserError: The folder is not one of this version, or its manifest is damaged.
     """
     path = folder / MANIFEST
     fix = "name the --output of a trace, or a dump_path of msprobe"
@@ -166,6 +173,10 @@ def read_manifest(folder: Path, where: str) -> dict[str, Any]:
         raise UserError(rule, where=where, value=str(folder), fix="write the trace again") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         rule = f"is not of format {FORMAT}, which this version writes"
+        raise UserError(rule, where=where, value=str(path), fix="write the trace again")
+    wrong = [name for name, is_right in _NEEDED_FACTS.items() if not is_right(facts.get(name))]
+    if wrong:
+        rule = f"is damaged: {', '.join(wrong)} is missing or wrong"
         raise UserError(rule, where=where, value=str(path), fix="write the trace again")
     return facts
 

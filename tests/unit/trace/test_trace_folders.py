@@ -13,7 +13,7 @@ from browser import Browser
 from trainer.errors import UserError
 from trainer.trace.compare import compare_traces, open_array
 from trainer.trace.folder import read_trace
-from trainer.trace.record import PIECES, RANK_FILE, SKETCHES, Key, TraceWriter, write_manifest
+from trainer.trace.record import MANIFEST, PIECES, RANK_FILE, SKETCHES, Key, TraceWriter, write_manifest
 from trainer.trace.report import compare_folders, recording_lines
 from trainer.trace.sketch import whole_place
 
@@ -78,6 +78,17 @@ def test_a_damaged_trace_is_refused(tmp_path: Path, name: str) -> None:
     folder = recorded(tmp_path / "trace")
     DAMAGES[name](folder / "rank-0")
     with pytest.raises(UserError, match="is damaged"):
+        read_trace(folder, "flag --against")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ranks": "1"}, {"layers": None}, {"compute_dtype": "int8"}, {"learning_rates": ["x"]}]
+)
+def test_a_damaged_manifest_is_refused(tmp_path: Path, wrong: Mapping[str, object]) -> None:
+    folder = recorded(tmp_path / "trace")
+    facts = json.loads((folder / MANIFEST).read_text())
+    write_manifest(folder, facts | wrong)
+    with pytest.raises(UserError, match=f"is damaged: {next(iter(wrong))} is missing or wrong"):
         read_trace(folder, "flag --against")
 
 

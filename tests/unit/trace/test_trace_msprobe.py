@@ -159,3 +159,26 @@ def test_parts_of_sequences_of_context_parallelism_are_not_taken_for_sequences(t
     write_dump(tmp_path / "other", [entries])
     with pytest.raises(UserError, match="none of its .* entries stands for .*context parallelism"):
         lines_of(right_trace(tmp_path / "again", "ab", 0), tmp_path / "other")
+
+
+def test_a_damaged_dump_is_refused(tmp_path: Path) -> None:
+    """A file of a tensor that ends early, entries that are no numbers or tables, and a dump without entries."""
+    right = right_trace(tmp_path / "right")
+    entry = forward(by_step(0))
+    entry["output"][0]["data_name"] = "output.npy"
+    write_dump(tmp_path / "file", [{f"{ROOT}.0.{OUTPUT}": entry}])
+    folder = tmp_path / "file" / "step0" / "rank0" / "dump_tensor_data"
+    folder.mkdir()
+    np.save(folder / "output.npy", by_step(0))
+    assert not compare_traces(right, read_dump(tmp_path / "file", right)).differing
+    (folder / "output.npy").write_bytes((folder / "output.npy").read_bytes()[:-4])
+    write_dump(tmp_path / "shape", [{f"{ROOT}.0.{OUTPUT}": {"output": [{"shape": ["x", WIDTH]}]}}])
+    write_dump(tmp_path / "parameters", [{f"{ROOT}.0.{OUTPUT}": entry | {"parameters": [1]}}])
+    for name in ("file", "shape", "parameters"):
+        with pytest.raises(UserError, match="step0.*is damaged"):
+            read_dump(tmp_path / name, right)
+    write_dump(tmp_path / "list", [])
+    (tmp_path / "list" / "step0" / "rank0").mkdir(parents=True)
+    (tmp_path / "list" / "step0" / "rank0" / "dump.json").write_text('{"data": [1]}')
+    with pytest.raises(UserError, match="cannot be read as a dump.json"):
+        read_dump(tmp_path / "list", right)
