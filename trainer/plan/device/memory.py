@@ -128,8 +128,9 @@ class _UnitBytes(NamedTuple):
         trained_products: Of these the trained ones.
         trained: Of all trained parameters, not shared.
         largest: Of the largest trained matrix.
-        copied: Of experts that several ranks of a tensor group have.
-        copied_gradients: The rank's shard of the gradients of these.
+        experts: Of experts that several ranks of a tensor group have, in float32 and not shared.
+        expert_gradients: Of the trained ones of these.
+        expert_sums: The rank's shard of these gradients.
     """
 
     weights: int
@@ -140,8 +141,9 @@ class _UnitBytes(NamedTuple):
     trained_products: int
     trained: int
     largest: int
-    copied: int
-    copied_gradients: int
+    experts: int
+    expert_gradients: int
+    expert_sums: int
 
 
 def _unit_bytes(unit: ParameterUnit, layout: _DeviceLayout, kv_heads: int) -> _UnitBytes:
@@ -155,8 +157,9 @@ def _unit_bytes(unit: ParameterUnit, layout: _DeviceLayout, kv_heads: int) -> _U
     trained_products = 0
     trained = 0
     largest = 0
-    copied = 0
-    copied_gradients = 0
+    experts = 0
+    expert_gradients = 0
+    expert_sums = 0
     for parameter in unit.parameters:
         spec = parameter.spec
         shape = spec.shape
@@ -182,11 +185,13 @@ def _unit_bytes(unit: ParameterUnit, layout: _DeviceLayout, kv_heads: int) -> _U
             products += sizes[False]
             trained_products += sizes[False] * parameter.is_trained
         if _has_copies_in_tensor_group(shape, degrees):
-            copied += sizes[False]
-            copied_gradients += sizes[layout.sums]
+            experts += sizes[False]
+            expert_gradients += sizes[False] * parameter.is_trained
+            expert_sums += sizes[layout.sums] * parameter.is_trained
     return _UnitBytes(
-        weights, gradients, state, matrices, products, trained_products, trained, largest, copied, copied_gradients
-    )
+        weights, gradients, state, matrices, products, trained_products, trained, largest, experts, expert_gradients,
+        expert_sums,
+    )  # fmt: skip
 
 
 def _stage_memory(
@@ -231,14 +236,9 @@ def _stage_memory(
         kept = graph.activations
         parts["masks and tables"] = graph.constants
         if layout.weights:
-            unsharded = sum(each.copied * number for each, number in units)
-            waiting = max((each.copied for each, _ in units), default=0)
-            if zero_level(config) != "level3" or not adds_up:
-                # The gradients of all these wait for the end of the backward pass, when the copies have been freed.
-                waiting += unsharded
-                if not adds_up:
-                    waiting -= sum(each.copied_gradients * number for each, number in units)
-                copies = max(copies - unsharded // 2, 0)
+            of_layers = [bytes_of(facts.layers[layer]) for layer in layers]
+            waiting, copies_change = _gathered_experts(config, degrees, of_layers, facts.recomputed(config), half)
+            copies = max(copies + copies_change, 0)
     else:
         if half and facts.spec.mtp_modules and HEAD in of_ends:  # several heads cast it, each for itself
             copies -= of_ends[HEAD].products // 2
@@ -260,6 +260,35 @@ def _stage_memory(
     else:
         parts["activations"] = max(kept - parts["gradients"], waiting)
     return parts | {"total": sum(parts.values())}
+
+
+def _gathered_experts(
+    config: Config, degrees: Degrees, layers: Sequence[_UnitBytes], recomputed: Sequence[str], half: bool
+) -> tuple[int, int]:
+    """Returns what lives at the peak of experts that the ranks of a tensor group share, as dry runs show it.
+
+    They are the bytes of gradients that wait to be reduced, or of a gathered matrix, and how many bytes of copies there
+    are more, or fewer, than one of each matrix.
+    """
+    is_level3 = zero_level(config) == "level3"
+    micro_batches = micro_batches_per_step(config, degrees)
+    if micro_batches > 1 and is_level3:
+        return max((each.expert_gradients for each in layers), default=0), 0
+    if micro_batches > 1:  # MindSpore makes the copies of all micro-batches when it has gathered a matrix
+        copies = (micro_batches - 1) * half * sum(each.experts for each in layers) // 2
+        return max((each.largest for each in layers), default=0), copies
+    if not is_level3 or not {"block", "mlp"}.isdisjoint(recomputed):
+        # All gradients wait for the end of the backward pass, when the copies have been freed.
+        waiting = sum(each.expert_gradients for each in layers)
+        return waiting, -half * waiting // 2
+    # The gradients of a layer wait until the backward pass of the layer before it; those of the last one do not.
+    moments = []
+    for number, layer in enumerate(layers):
+        waiting = layer.expert_gradients - sum(each.expert_sums for each in layers[:number])
+        if number + 2 < len(layers):
+            waiting += layers[number + 1].expert_gradients
+        moments.append((waiting, -half * sum(each.expert_gradients for each in layers[number:]) // 2))
+    return max(moments, key=sum, default=(0, 0))
 
 
 def _unit_gradients(config: Config, unit: _UnitBytes, half: bool) -> UnitGradients:
