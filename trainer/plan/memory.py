@@ -54,10 +54,10 @@ def memory_estimate(
 
     Args:
         stage: The pipeline stage of the rank; None takes the stage that needs most.
-        facts: The result of `decoder_facts`, for the estimates of many layouts; None computes them.
+        facts: The result of `model_facts`, for the estimates of many layouts; None computes them.
     """
     if device == "Ascend" and config.is_decoder:
-        return device_memory(config, world, facts or decoder_facts(config, trains), stage)
+        return device_memory(config, world, facts or model_facts(config, trains), stage)
     stages = rank_params_per_stage(config, world)
     if stage is not None:
         stages = [stages[stage]]
@@ -67,11 +67,6 @@ def memory_estimate(
         on_device = {name: largest[name] for name in _ON_DEVICE if name in largest}
         return on_device | {"total": sum(on_device.values())}
     return largest
-
-
-def decoder_facts(config: Config, trains: bool) -> ModelFacts:
-    """Collects what all layouts of a decoder share."""
-    return model_facts(config, trains)
 
 
 def _host_memory(config: Config, trains: bool, device: str, world: World, params: RankParams) -> dict[str, int]:

@@ -21,7 +21,7 @@ from trainer.plan.memory import memory_estimate
 from trainer.plan.pipeline import closed_form_time, pipeline_plan
 from trainer.plan.search.alternatives import lost_alternatives
 from trainer.plan.search.hardware import Factors, device_rates
-from trainer.plan.search.layouts import LEVELS, RECOMPUTATIONS, Layout, balanced_offset, skeletons
+from trainer.plan.search.layouts import LEVELS, RECOMPUTATIONS, balanced_offset
 from trainer.plan.search.measured import Measurement, corrected_rates, estimate_run, rank_correlation, read_measurements
 from trainer.plan.search.render import assumptions, file_place, result_sections, yaml_difference
 from trainer.plan.search.search import LayoutSearch, SearchResult, shown_candidates
@@ -79,12 +79,11 @@ def test_the_best_layout_is_that_of_all_layouts_one_by_one(model: str, mode: int
     result = search.run()
     best = shown_candidates(result.candidates)[0]
     every = []
-    for skeleton in skeletons(search.config, 4, 4):
-        for offset, level, choice in itertools.product(search._offsets_of(skeleton), LEVELS, RECOMPUTATIONS):
-            if level and skeleton.degrees.data_parallel * skeleton.degrees.context_parallel == 1:
+    for plain in search.plain_layouts():
+        for one, level, choice in itertools.product(search._with_offsets(plain), LEVELS, RECOMPUTATIONS):
+            if level and plain.degrees.data_parallel * plain.degrees.context_parallel == 1:
                 continue
-            layout = Layout(skeleton.degrees, skeleton.shares_rows, skeleton.chunks, offset, level, choice,
-                            skeleton.rows, skeleton.micro_batches)  # fmt: skip
+            layout = one._replace(level=level, recomputed=choice)
             changed = search.configs.make(layout)
             if layout_rules(changed, search.world, "Ascend"):
                 continue
@@ -139,7 +138,7 @@ def test_the_time_of_a_pipeline_is_near_that_of_its_schedule(chunks: int, number
 def test_the_bubble_is_that_of_the_plan_of_the_written_file() -> None:
     config = configuration("latent", 0, recompute_config={"select_recompute": ["mlp"]})
     search = search_of(config, 8, 4000)
-    pipelines = [one for one in skeletons(search.config, 8, 4) if one.degrees.pipeline_stage > 1]
+    pipelines = [one for one in search.plain_layouts() if one.degrees.pipeline_stage > 1]
     shown = shown_candidates(search.run_some(pipelines, 12).candidates)
     assert len(shown) > 2
     for candidate in shown:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trainer.config.checks.problem import one_of
 from trainer.parallel.mesh import Degrees
-from trainer.plan.search.layouts import Layout, all_degrees, degrees_text, skeletons
+from trainer.plan.search.layouts import Layout, all_degrees, degrees_text
 from trainer.plan.search.search import Candidate, LayoutSearch, memory_text
 from trainer.plan.search.step_time import StepTime
 
@@ -51,8 +51,7 @@ def lost_alternatives(search: LayoutSearch, best: Candidate) -> list[Alternative
 
 def _alternative(search: LayoutSearch, best: Candidate, name: str, belongs: Callable[[Degrees], bool]) -> Alternative:
     """Returns the fastest layout of a kind, and why it is slower than the best one."""
-    every = skeletons(search.config, search.world.size, search.configs.global_batch)
-    kind = [one for one in every if belongs(one.degrees)]
+    kind = [one for one in search.plain_layouts() if belongs(one.degrees)]
     if not kind:
         degrees = [one for one in all_degrees(search.config, search.world.size) if belongs(one)]
         return Alternative(name, None, None, _why_none(degrees, search.world.size, search.configs.global_batch))

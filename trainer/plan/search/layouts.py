@@ -36,11 +36,11 @@ class Layout(NamedTuple):
     Attributes:
         shares_rows: use_seq_parallel.
         chunks: Model chunks of a stage.
+        rows: Sequences of a micro-batch.
+        micro_batches: Of a step, on a rank.
         offset: As in the file: 0, or a row of numbers for each chunk.
         level: Of `LEVELS`.
         recomputed: Of `RECOMPUTATIONS`.
-        rows: Sequences of a micro-batch.
-        micro_batches: Of a step, on a rank.
         schedule: As pipeline_scheduler; all layouts but that of the file have 1F1B.
         slices: Of a sequence, see `PipelineConfig.slices`.
     """
@@ -48,11 +48,11 @@ class Layout(NamedTuple):
     degrees: Degrees
     shares_rows: bool
     chunks: int
-    offset: Offset
-    level: str
-    recomputed: str
     rows: int
     micro_batches: int
+    offset: Offset = 0
+    level: str = ""
+    recomputed: str = "none"
     schedule: str = _1F1B
     slices: int = 1
 
@@ -235,25 +235,19 @@ def file_layout(config: Config, job: World) -> Layout:
     if not isinstance(offset, int):
         offset = tuple(tuple(row) for row in offset_rows(offset))
     return Layout(
-        degrees, config.parallel_config.use_seq_parallel, config.decoder.pp_interleave_num, offset, level,
-        UNCHANGED, config.runner_config.batch_size, micro_batches_per_step(config, degrees), schedule, order.slices,
+        degrees, config.parallel_config.use_seq_parallel, config.decoder.pp_interleave_num,
+        config.runner_config.batch_size, micro_batches_per_step(config, degrees), offset, level, UNCHANGED, schedule,
+        order.slices,
     )  # fmt: skip
 
 
-class Skeleton(NamedTuple):
-    """What the rules about divisibility depend on: a layout without sharding of states and recomputation."""
+def plain_layouts(config: Config, ranks: int, global_batch: int) -> Iterator[Layout]:
+    """Yields all combinations of degrees, interleaving and micro-batches whose products are the ranks and the batch.
 
-    degrees: Degrees
-    shares_rows: bool
-    chunks: int
-    rows: int
-    micro_batches: int
-
-
-def skeletons(config: Config, ranks: int, global_batch: int) -> Iterator[Skeleton]:
-    """Yields all combinations of degrees, interleaving and micro-batches whose products are the ranks and the batch."""
+    They have no offset, shard no optimizer state and recompute nothing: rules about divisibility do not depend on that.
+    """
     for degrees in all_degrees(config, ranks):
-        yield from _skeletons_of_degrees(degrees, config.decoder.num_layers, global_batch)
+        yield from _layouts_of_degrees(degrees, config.decoder.num_layers, global_batch)
 
 
 def all_degrees(config: Config, ranks: int) -> Iterator[Degrees]:
@@ -276,7 +270,7 @@ def all_degrees(config: Config, ranks: int) -> Iterator[Degrees]:
                     yield Degrees(stages, data, context, tensor, expert)
 
 
-def _skeletons_of_degrees(degrees: Degrees, layers: int, global_batch: int) -> Iterator[Skeleton]:
+def _layouts_of_degrees(degrees: Degrees, layers: int, global_batch: int) -> Iterator[Layout]:
     stages = degrees.pipeline_stage
     chunks = [1]
     if stages > 1:
@@ -292,7 +286,7 @@ def _skeletons_of_degrees(degrees: Degrees, layers: int, global_batch: int) -> I
             continue
         for shares_rows in shares:
             for each in chunks:
-                yield Skeleton(degrees, shares_rows, each, rows, of_rank // rows)
+                yield Layout(degrees, shares_rows, each, rows, of_rank // rows)
 
 
 def balanced_offset(costs: Sequence[float], head: float, stages: int, chunks: int) -> Offset:

@@ -21,7 +21,8 @@ from trainer.config.read.loader import load_config
 from trainer.errors import UserError, value_text
 from trainer.input_files import read_bytes
 from trainer.parallel.world import world_of
-from trainer.plan.memory import decoder_facts, memory_estimate
+from trainer.plan.device.model_facts import model_facts
+from trainer.plan.memory import memory_estimate
 from trainer.plan.search.hardware import Factors, Rates, device_rates
 from trainer.plan.search.search import LayoutSearch
 from trainer.plan.search.step_time import StepEstimator, StepTime
@@ -127,7 +128,7 @@ def estimate_run(measurement: Measurement, device: str, factors: Factors) -> Ste
     for each in fit_problems(config, world):
         fix = f"write the ranks of the run of {measurement.config}"
         raise UserError(each.error.rule, where="flag --measured", key="ranks", value=measurement.ranks, fix=fix)
-    facts = decoder_facts(config, trains=True)
+    facts = model_facts(config, trains=True)
     rates = factors.correct(device_rates(config, world, device))
     memory = memory_estimate(config, True, device, world, None, facts)
     return StepEstimator(config, device, facts, rates).estimate(config, world, memory)

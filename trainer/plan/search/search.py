@@ -18,21 +18,20 @@ from trainer.errors import UserError
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.schedule import SEQUENCE_PIPELINES, never_waits_for_ever
 from trainer.parallel.world import World
+from trainer.plan.device.model_facts import model_facts
 from trainer.plan.division import fullest_rank
 from trainer.plan.flops import decoder_products
-from trainer.plan.memory import decoder_facts, memory_estimate
+from trainer.plan.memory import memory_estimate
 from trainer.plan.pipeline import pipeline_plan
 from trainer.plan.search.hardware import Rates
 from trainer.plan.search.layouts import (
     LEVELS,
     Layout,
     LayoutConfigs,
-    Offset,
-    Skeleton,
     balanced_offset,
     file_layout,
+    plain_layouts,
     possible_recomputations,
-    skeletons,
 )
 from trainer.plan.search.step_time import StepEstimator, StepTime
 
@@ -162,12 +161,11 @@ class LayoutSearch:
     def __post_init__(self) -> None:
         self.config = apply_device_defaults(self.config, self.device)
         self.configs = LayoutConfigs.from_file(self.config, self.job)
-        self.facts = decoder_facts(self.config, trains=True)
+        self.facts = model_facts(self.config, trains=True)
         self.estimator = StepEstimator(self.config, self.device, self.facts, self.rates)
         layers, ends = decoder_products(self.config)
         self._costs = [sum(each.flops for each in layer) for layer in layers]  # of a token
         self._head_cost = sum(each.flops for each in ends)
-        self._offsets: dict[tuple[int, int], list[Offset]] = {}
         self._recomputations = possible_recomputations(self.config)
 
     def run(self) -> SearchResult:
@@ -176,47 +174,49 @@ class LayoutSearch:
         The layouts are visited by a lower bound of their time, that of their passes without recomputation, until no
         other one can be among the best.
         """
-        every = skeletons(self.config, self.world.size, self.configs.global_batch)
-        result = self.run_some(every)
+        result = self.run_some(self.plain_layouts())
         unchanged = self.configs.unchanged
         if self.world.size == self.job.size and not self.other_schedule:
             result.file = self.assess(file_layout(unchanged, self.world), unchanged)
             result.file_errors = [each.error for each in self.broken_rules(unchanged, self.world)]
         return result
 
-    def run_some(self, chosen: Iterable[Skeleton], most: int | None = None) -> SearchResult:
-        """Returns the ranked layouts of some skeletons, at most `most` of them with an offset."""
+    def plain_layouts(self) -> Iterator[Layout]:
+        """Yields the layouts without offset, sharding of states and recomputation."""
+        return plain_layouts(self.config, self.world.size, self.configs.global_batch)
+
+    def run_some(self, chosen: Iterable[Layout], most: int | None = None) -> SearchResult:
+        """Returns the ranked layouts of some plain ones, at most `most` of them with an offset."""
         result = SearchResult(self.configs, self.world, self.limit_bytes)
-        groups: list[tuple[float, int, Skeleton, Offset]] = []
-        for skeleton in chosen:
-            rule = self._rule_of_degrees(skeleton)
-            for offset in self._offsets_of(skeleton):
-                count = len(self._recomputations) * len(self._levels(skeleton))
+        groups: list[tuple[float, int, Layout]] = []
+        for plain in chosen:
+            rule = self._rule_of_degrees(plain)
+            for layout in self._with_offsets(plain):
+                count = len(self._recomputations) * len(self._levels(plain))
                 result.considered += count
                 if rule is not None:
                     result.broken[rule] += count
                     continue
-                config = self.configs.make(self._layout(skeleton, offset, "", "none"))
-                bound = self.estimator.passes(config, self.world).seconds
-                groups.append((bound, len(groups), skeleton, offset))
+                bound = self.estimator.passes(self.configs.make(layout), self.world).seconds
+                groups.append((bound, len(groups), layout))
         groups.sort()
-        for bound, _, skeleton, offset in groups[:most]:
+        for bound, _, layout in groups[:most]:
             if bound >= result.worst_shown:
-                result.slower += len(self._recomputations) * len(self._levels(skeleton))
+                result.slower += len(self._recomputations) * len(self._levels(layout))
                 continue
-            self._search_levels(skeleton, offset, result)
+            self._search_levels(layout, result)
         result.candidates.sort(key=lambda each: each.seconds)
         return result
 
-    def _levels(self, skeleton: Skeleton) -> Sequence[str]:
-        if skeleton.degrees.data_parallel * skeleton.degrees.context_parallel == 1:
+    def _levels(self, layout: Layout) -> Sequence[str]:
+        if layout.degrees.data_parallel * layout.degrees.context_parallel == 1:
             return LEVELS[:1]
         return LEVELS
 
-    def _search_levels(self, skeleton: Skeleton, offset: Offset, result: SearchResult) -> None:
+    def _search_levels(self, layout: Layout, result: SearchResult) -> None:
         """Adds the best layout of each optimizer level."""
-        for level in self._levels(skeleton):
-            layouts = [self._layout(skeleton, offset, level, choice) for choice in self._recomputations]
+        for level in self._levels(layout):
+            layouts = [layout._replace(level=level, recomputed=choice) for choice in self._recomputations]
             rules = [self._first_rule(layout) for layout in (layouts[0], layouts[-1])]
             if rules[0] is not None:
                 result.broken[rules[0]] += len(layouts)
@@ -262,17 +262,16 @@ class LayoutSearch:
         """
         layout = file_layout(self.configs.unchanged, self.job)
         distances: list[tuple[int, int, Layout]] = []
-        for skeleton in skeletons(self.config, self.world.size, self.configs.global_batch):
-            if (skeleton.chunks, skeleton.rows) != (layout.chunks, layout.rows):
+        for plain in self.plain_layouts():
+            if (plain.chunks, plain.rows) != (layout.chunks, layout.rows):
                 continue
-            offset: Offset = 0
-            if skeleton.degrees.pipeline_stage == layout.degrees.pipeline_stage:
-                offset = layout.offset
-            for level in self._levels(skeleton):
+            if plain.degrees.pipeline_stage == layout.degrees.pipeline_stage:
+                plain = plain._replace(offset=layout.offset)
+            if plain.degrees.pipeline_stage > 1:
+                plain = plain._replace(schedule=layout.schedule)
+            for level in self._levels(plain):
                 for choice in dict.fromkeys((layout.recomputed, "full")):
-                    other = self._layout(skeleton, offset, level, choice)
-                    if skeleton.degrees.pipeline_stage > 1:
-                        other = other._replace(schedule=layout.schedule)
+                    other = plain._replace(level=level, recomputed=choice)
                     distances.append((_distance(layout, other), len(distances), other))
         distances.sort()
         fits: list[Candidate] = []
@@ -364,33 +363,24 @@ class LayoutSearch:
         memory = memory or self._memory(config)
         return Candidate(layout, memory, self.estimator.estimate(config, self.world, memory))
 
-    def _layout(self, skeleton: Skeleton, offset: Offset, level: str, recomputed: str) -> Layout:
-        return Layout(
-            skeleton.degrees, skeleton.shares_rows, skeleton.chunks, offset, level, recomputed, skeleton.rows,
-            skeleton.micro_batches,
-        )  # fmt: skip
-
-    def _rule_of_degrees(self, skeleton: Skeleton) -> tuple[str, str] | None:
+    def _rule_of_degrees(self, plain: Layout) -> tuple[str, str] | None:
         """Returns a rule that the degrees break with any layout; None if they may break none."""
-        simplest = skeleton._replace(shares_rows=False, chunks=1)
-        rule = self.facts.once(("broken", simplest), lambda: self._first_rule(self._layout(simplest, 0, "", "none")))
+        simplest = plain._replace(shares_rows=False, chunks=1)
+        rule = self.facts.once(("broken", simplest), lambda: self._first_rule(simplest))
         if rule is None or rule[0].startswith("model."):  # another offset may heal it
             return None
         return rule
 
     def _first_rule(self, layout: Layout) -> tuple[str, str] | None:
-        rules = [(each.error.key, each.error.rule) for each in self._errors(layout)]
-        return min(rules, default=None)
-
-    def _errors(self, layout: Layout) -> Sequence[ConfigError]:
-        return self.broken_rules(self.configs.make(layout), self.world)
+        errors = self.broken_rules(self.configs.make(layout), self.world)
+        return min(((each.error.key, each.error.rule) for each in errors), default=None)
 
     def _errors_of_all(self) -> list[ConfigError]:
         """Returns the errors that every layout has: about keys that no layout changes."""
         common: dict[str, ConfigError] | None = None
-        for skeleton in skeletons(self.config, self.world.size, self.configs.global_batch):
-            simplest = skeleton._replace(shares_rows=False, chunks=1)
-            errors = {str(each.error): each for each in self._errors(self._layout(simplest, 0, "", "none"))}
+        for plain in self.plain_layouts():
+            simplest = self.configs.make(plain._replace(shares_rows=False, chunks=1))
+            errors = {str(each.error): each for each in self.broken_rules(simplest, self.world)}
             if common is None:
                 common = errors
             common = {text: error for text, error in common.items() if text in errors}
@@ -398,19 +388,18 @@ class LayoutSearch:
                 break
         return list((common or {}).values())
 
-    def _offsets_of(self, skeleton: Skeleton) -> Iterator[Offset]:
-        """Yields the offsets of a pipeline: equal shares, and the shares with which stages take equal times."""
-        stages = skeleton.degrees.pipeline_stage
-        yield 0
+    def _with_offsets(self, plain: Layout) -> Iterator[Layout]:
+        """Yields a layout with equal shares of a pipeline's stages, and with the shares that take equal times."""
+        yield plain
+        stages = plain.degrees.pipeline_stage
         if stages == 1:
             return
-        key = stages, skeleton.chunks
-        if key not in self._offsets:
-            number = self.config.decoder.num_layers
-            last = self._head_cost + sum(self._costs[number:])
-            balanced = balanced_offset(self._costs[:number], last, stages, skeleton.chunks)
-            self._offsets[key] = [balanced] * (balanced != 0)
-        yield from self._offsets[key]
+        number = self.config.decoder.num_layers
+        last = self._head_cost + sum(self._costs[number:])
+        key = "balanced", stages, plain.chunks
+        offset = self.facts.once(key, lambda: balanced_offset(self._costs[:number], last, stages, plain.chunks))
+        if offset:
+            yield plain._replace(offset=offset)
 
 
 def _distance(first: Layout, second: Layout) -> int:
