@@ -16,8 +16,6 @@ from trainer.config.family.layer_norm import LAYER_NORM
 from trainer.config.family.mixtures import MIXTURES
 from trainer.config.family.record import Family, SourceClass
 
-LATENT_DEFAULTS = {"use_qk_norm": True}
-"""Keys of ``model_config`` that multi-head latent attention implies, as in DeepSeek's models."""
 FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORM, **MIXTURES, **ELSEWHERE}
 """Families by ``model.arch.type``: Hugging Face's class, or MindSpore Transformers' if transformers has none."""
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from trainer.config.schema.model import ModelConfig
-
-_HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
-"""Says of a key's value, and of all keys of the config.json, whether the key has no effect."""
 
 UNSUPPORTED_FAMILIES = {
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
@@ -47,37 +44,28 @@ def unsupported_features(name: str) -> str:
     """Returns how a class of transformers that is not supported differs from a Llama; empty if that is not known."""
     stem = name.removesuffix(_SUFFIX).lower()
     for model_type, text in UNSUPPORTED_FAMILIES.items():
-        if stem in (model_type.replace("_", ""), model_type.removesuffix("_text")):
+        if stem == model_type.replace("_", ""):
             return text
     return ""
 
 
-def _is_one_of(*neutral: Any) -> _HasNoEffect:
-    return lambda value, settings: value in neutral
-
-
-def _is_within_base(value: Any, settings: Mapping[str, Any]) -> bool:
-    """Returns whether TeleChat2's training_seqlen is at most base_seqlen: beyond, its code changes the rotary base."""
-    base = settings.get("base_seqlen", value)
-    return value is None or (isinstance(value, int) and isinstance(base, int) and value <= base)
-
-
-_EFFECTS: dict[str, tuple[_HasNoEffect, str]] = {
-    "scale_emb": (_is_one_of(1, None), "a factor on the embeddings"),
-    "scale_depth": (_is_one_of(None), "a factor on each sublayer's output"),
-    "dim_model_base": (_is_one_of(None), "a divisor of the logits"),
-    "use_bidirectional_attention": (_is_one_of(False, None), "attention to later tokens"),
-    "attention_chunk_size": (_is_one_of(None), "attention within chunks"),
-    "clip_qkv": (_is_one_of(None), "bounds on query, key and value"),
-    "embedding_dropout": (_is_one_of(0, None), "dropout of the embeddings"),
-    "use_parallel_residual": (_is_one_of(False, None), "attention and feed-forward layer side by side"),
-    "alibi": (_is_one_of(False, None), "positions as a bias on the attention's scores"),
-    "training_seqlen": (_is_within_base, "rotary positions whose base grows with the length of a sequence"),
-    "base_seqlen": (lambda value, settings: True, "the length from which training_seqlen counts"),
-    "logn": (_is_one_of(False, None), "queries that are multiplied by the logarithm of their position"),
-    "embed_layernorm": (_is_one_of(False, None), "a norm on the embeddings"),
-}  # fmt: skip
-"""Unsupported keys that change what a model computes: whether a value has no effect, and what the key does."""
+_EFFECTS: dict[str, tuple[Any, str]] = {
+    "scale_emb": (1, "a factor on the embeddings"),
+    "scale_depth": (None, "a factor on each sublayer's output"),
+    "dim_model_base": (None, "a divisor of the logits"),
+    "use_bidirectional_attention": (False, "attention to later tokens"),
+    "attention_chunk_size": (None, "attention within chunks"),
+    "clip_qkv": (None, "bounds on query, key and value"),
+    "embedding_dropout": (0, "dropout of the embeddings"),
+    "use_parallel_residual": (False, "attention and feed-forward layer side by side"),
+    "alibi": (False, "positions as a bias on the attention's scores"),
+    "training_seqlen": (None, "rotary positions whose base grows with the length of a sequence"),
+    "logn": (False, "queries that are multiplied by the logarithm of their position"),
+    "embed_layernorm": (False, "a norm on the embeddings"),
+}
+"""Unsupported keys that change what a model computes: the value without effect beside null, and what the key does."""
+_BASE = "base_seqlen"
+"""The length up to which TeleChat2's training_seqlen has no effect: beyond, its code changes the rotary base."""
 
 NOT_BUILT = "use another model: without it the weights of this one compute something else"
 """The fix for such a key: leaving it out would give wrong results."""
@@ -85,15 +73,17 @@ NOT_BUILT = "use another model: without it the weights of this one compute somet
 
 def is_known_effect(key: str) -> bool:
     """Returns whether a key of config.json is known to change what a model computes, and is not supported."""
-    return key in _EFFECTS
+    return key in _EFFECTS or key == _BASE
 
 
 def effect_of(key: str, settings: Mapping[str, Any]) -> str:
     """Returns what such a key of a config.json does; empty if its value has no effect."""
-    has_no_effect, effect = _EFFECTS[key]
-    if has_no_effect(settings[key], settings):
+    value = settings[key]
+    base = settings.get(_BASE, value)
+    is_within_base = key == "training_seqlen" and isinstance(value, int) and isinstance(base, int) and value <= base
+    if key == _BASE or is_within_base or value in (None, _EFFECTS[key][0]):
         return ""
-    return effect
+    return _EFFECTS[key][1]
 
 
 def differences(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -34,7 +34,6 @@ from trainer.parallel.world import World
 
 _MODEL = "model.model_config"
 _MOE = f"{_MODEL}.moe_config"
-_RUNNER = "runner_config"
 
 
 class _Unused(NamedTuple):
@@ -117,7 +116,7 @@ _UNUSED = (
     _Unused("train_dataset", "batch_size", lambda c: c.train_dataset.batch_size != c.runner_config.batch_size,
             lambda c: f"the batch size is runner_config.batch_size {c.runner_config.batch_size}"),
     _Unused("runner_config", "gradient_accumulation_steps",
-            lambda c: c.runner_config.global_batch_size and c.source.where(f"{_RUNNER}.gradient_accumulation_steps"),
+            lambda c: c.runner_config.global_batch_size and c.source.where("runner_config.gradient_accumulation_steps"),
             "global_batch_size determines it"),
     _Unused("runner_config", "epochs", lambda c: c.runner_config.max_steps, "max_steps ends the run"),
     _Unused("train_dataset", "max_batches", lambda c: c.eval_dataset is not None or not c.train_dataset.held_out,

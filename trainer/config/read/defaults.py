@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from trainer.config.checks.parallel import SEMI_AUTO
 from trainer.config.checks.problem import problem_at
-from trainer.config.families import FAMILIES, LATENT_DEFAULTS, known_class, named_family, source_class
+from trainer.config.families import FAMILIES, known_class, named_family, source_class
 from trainer.config.family.record import Family, SourceClass
 from trainer.config.layer_types import alternating_layer_types, layers_with_experts, window_layer_types
 from trainer.config.location import NO_LOCATION, SourceLocation
@@ -168,8 +168,7 @@ def _apply_family(resolved: Resolved, is_complete: bool) -> None:
     if family.scales_embeddings and isinstance(width, int) and width > 0:
         _set_default(resolved, f"{_MODEL}.embedding_multiplier", math.sqrt(width), because)
     if resolved.section(_MODEL).get("multi_latent_attention") is True:
-        for name, value in LATENT_DEFAULTS.items():
-            _set_default(resolved, f"{_MODEL}.{name}", value, f"{_MODEL}.multi_latent_attention")
+        _set_default(resolved, f"{_MODEL}.use_qk_norm", True, f"{_MODEL}.multi_latent_attention")  # as in DeepSeek-V3
     if not is_complete and not has_source_class:
         _released_sizes(resolved, family)
     _family_experts(resolved, family, because)
