@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from annotated_types import Ge, Le
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -123,9 +122,6 @@ def _problem(path: tuple[str, ...], items: list[Any], source: ConfigSource) -> C
 
 
 def _rule(items: list[Any], path: tuple[str, ...]) -> str:
-    field = _declaration(path)
-    if field is not None and _is_switch(field):
-        return "must be 0 or 1"
     kinds = [_KINDS[item["type"]] for item in items if item["type"] in _KINDS]
     literals = _literals(items)
     if literals:
@@ -138,15 +134,12 @@ def _rule(items: list[Any], path: tuple[str, ...]) -> str:
         return f"must be {one_of(list(dict.fromkeys(kinds)))}"
     if items[0]["type"] == "value_rule":
         return items[0]["msg"]
+    field = _declaration(path)
     if field is not None:
         types = [name for section in shape_of(field).kinds for name in types_of(section)]
         if types:
             return f"needs a type, which must be {one_of(types)}"
     return "has a value that is not supported here"
-
-
-def _is_switch(field: FieldInfo) -> bool:
-    return field.annotation is int and field.metadata == [Ge(0), Le(1)]
 
 
 def _literals(items: list[Any]) -> list[str]:
@@ -204,8 +197,6 @@ def _allowed(field: FieldInfo | None, item: Any, default: Any) -> str:
         item: Pydantic's error.
         default: That of the file's schema; ``...``: that of the field.
     """
-    if field is not None and _is_switch(field):
-        return "0 or 1"
     kind = item["type"]
     allowed = _BOUNDS[kind][1].format(**item["ctx"]).replace(".0 ", " ").removesuffix(".0")
     if kind not in _OPEN_BOUNDS:

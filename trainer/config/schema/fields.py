@@ -14,7 +14,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -40,6 +40,19 @@ Layer: TypeAlias = Annotated[int, Field(ge=-LAYERS, le=LAYERS)]
 def refuse_value(rule: str) -> NoReturn:
     """Raises the error of a validator, whose message is the rule."""
     raise PydanticCustomError("value_rule", "{rule}", {"rule": rule})
+
+
+def one_number_of(*choices: int) -> BeforeValidator:
+    """Returns the annotation of a `Literal` of these numbers: pydantic takes true for 1 and false for 0."""
+
+    def refuse_truth(value: Any) -> Any:
+        """Returns the value if it is neither true nor false."""
+        if isinstance(value, bool):
+            expected = ", ".join(map(str, choices))
+            raise PydanticCustomError("literal_error", "must be one of {expected}", {"expected": expected})
+        return value
+
+    return BeforeValidator(refuse_truth)
 
 
 def _validate_path(path: str) -> str:

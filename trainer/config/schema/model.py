@@ -19,6 +19,7 @@ from trainer.config.schema.fields import (
     Layer,
     Section,
     TokenId,
+    one_number_of,
     setting,
 )
 from trainer.config.schema.moe import MoEConfig
@@ -159,7 +160,7 @@ class ModelConfig(Section):
         aliases="no_rope_layer_interval")
     nope_layers: list[Layer] | None = setting(
         None, "Layers without rotary positions, counted from 0. Default null: none.")
-    no_rope_layers: list[Literal[0, 1]] | None = setting(
+    no_rope_layers: list[Annotated[Literal[0, 1], one_number_of(0, 1)]] | None = setting(
         None, "SmolLM3's nope_layers: for each layer 1, or 0 if it has no rotary positions. Default null: nope_layers"
         " decides.")
     nope_without_window: bool = setting(
@@ -248,7 +249,7 @@ class ModelConfig(Section):
         False, "RMSNorm on the output of the feed-forward layer (GLM-4).",
         beside=(Beside("experts", False, "not yet supported with experts"), _NO_LAYER_NORM))
     tie_word_embeddings: bool = setting(False, "One matrix for embedding and head.")
-    num_labels: Literal[1] | None = setting(
+    num_labels: Annotated[Literal[1], one_number_of(1)] | None = setting(
         None, "1: a reward model, whose head gives a score instead of logits; loss.type reward sets it. Default null: a"
         " language model.")
     untie_embeddings_and_output_weights: bool | None = setting(

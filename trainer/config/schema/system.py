@@ -1,10 +1,10 @@
 """Device, parallel layout, memory and records: context, parallel, parallel_config, recompute_config and relatives."""
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import PrivateAttr
 
-from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, FilePath, Section, section, setting
+from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, FilePath, Section, one_number_of, section, setting
 
 # A list in a list is MindSpore Transformers' way to number the layers of each pipeline stage: recompute.py refuses it.
 _Layers: TypeAlias = bool | int | str | list[int | str | list[Any]]
@@ -15,9 +15,9 @@ ParallelMode: TypeAlias = Literal[
 class ContextConfig(Section):
     """Device and execution mode (YAML ``context``)."""
 
-    mode: int = setting(
+    mode: Annotated[Literal[0, 1], one_number_of(0, 1)] = setting(
         0, "0: layers on arrays (CPU) or compiled blocks (Ascend); 1: operator by operator, to debug; memory grows on a"
-        " CPU.", ge=0, le=1)
+        " CPU.")
     device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(
         None, "Device. Default null: the best that is available.")
     device_fallback: bool = setting(
@@ -91,7 +91,7 @@ class PipelineConfig(Section):
 class ParallelSection(Section):
     """Parallel mode and its settings (YAML ``parallel``)."""
 
-    parallel_mode: Literal[0, 1, 2, 3] | ParallelMode = setting(
+    parallel_mode: Annotated[Literal[0, 1, 2, 3], one_number_of(0, 1, 2, 3)] | ParallelMode = setting(
         0, "0, data_parallel or MANUAL_PARALLEL: explicit mode. 1, on several ranks: MindSpore's semi-automatic mode"
         " (Ascend only). 2 (automatic) and 3 (hybrid) are not yet supported.")
     parallel_fallback: Literal["explicit"] | None = setting(

@@ -419,6 +419,8 @@ def test_the_threshold_may_stand_in_either_place() -> None:
     ("text", "parts"),
     [
         ("parallel: {parallel_mode: 4}\n", ["parallel_mode = 4: must be 0, 1, 2, 3"]),
+        ("parallel: {parallel_mode: true}\n", ["parallel_mode = true: must be 0, 1, 2, 3, stand_alone"]),
+        ("model_config: {num_labels: true}\n", ["num_labels = true: must be 1"]),
         ("parallel: {parallel_mode: semi_auto}\n", ["parallel_mode = 'semi_auto'", "write semi_auto_parallel"]),
         ("parallel: {parallel_optimizer_threshold: -1}\n", ["threshold = -1: must be at least 0"]),
         ("parallel_config: {data_parallel: 0}\n", ["data_parallel = 0: must be at least 1"]),
