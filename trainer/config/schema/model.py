@@ -367,7 +367,7 @@ class ModelConfig(Section):
         if self.multi_latent_attention:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.head_dim is None:
-            return self.hidden_size // self.num_heads
+            return max(1, self.hidden_size // self.num_heads)  # more heads than numbers are an error
         return self.head_dim
 
     @property

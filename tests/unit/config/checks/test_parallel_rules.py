@@ -11,8 +11,15 @@ from no_decoder import NO_DECODER_TEXT
 
 from trainer.cli.flags import split_arguments
 from trainer.config import config_notes, dump_config, parse_config, preflight
-from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import (
+    parallel_degrees,
+    parallel_problems,
+    resolve_for_job,
+    shard_threshold_bytes,
+    shards_optimizer,
+)
 from trainer.config.checks.preferences import distillation_problems, term_problems
+from trainer.config.checks.problem import ConfigError
 from trainer.errors import UserError
 from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Degrees
@@ -206,6 +213,13 @@ def test_ranks_of_an_ascend_that_divide_a_model_train_without_samples_and_say_so
     said = "".join(sample_notes(config, EIGHT, "Ascend"))
     assert said.startswith("sample_prompt: not used, ranks of an Ascend that divide a model (model_p") is not samples
     assert not "".join(sample_notes(config, EIGHT, "CPU"))
+
+
+def test_rules_of_ranks_are_asked_of_a_model_with_too_many_heads() -> None:
+    text = "model_config: {hidden_size: 2, num_heads: 4}\nparallel_config: {model_parallel: 2}\n"
+    problems: list[ConfigError] = []
+    config = parse_config("a.yaml", text, (), problems)  # as a plan does, which names all problems
+    assert "must divide hidden_size" in str(problems[0].error) and not parallel_problems(config, world_of(2))
 
 
 def test_numbers_have_the_names_of_mindspore() -> None:
