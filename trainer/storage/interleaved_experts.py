@@ -34,9 +34,6 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 QUANTIZED = ("_blocks", "_scales")
 """The ends of the names of tensors of bytes."""
 
-_Matrix = Callable[[slice, slice], np.ndarray]
-"""Reads some rows (outputs) and columns (inputs) of an expert's matrix."""
-
 
 def split_interleaved_experts(weights: Mapping[str, ArrayOrLazyArray]) -> dict[str, ArrayOrLazyArray]:
     """Returns the tensors of a file with those of gpt-oss's experts as one tensor for each expert and matrix.
@@ -57,12 +54,18 @@ def split_interleaved_experts(weights: Mapping[str, ArrayOrLazyArray]) -> dict[s
         if kind == "_scales":
             continue
         for expert in range(array.shape[0]):
+            ending = "weight"
             if kind == "_bias":
                 ending = "bias"
-                parts = _bias_parts(array[expert : expert + 1], matrix)
+                joined = _bias(array, expert)
+            elif kind == "_blocks":
+                assert scales is not None
+                joined = _quantized(array, scales, expert)
             else:
-                ending = "weight"
-                parts = _matrix_parts(array, scales, expert, matrix, kind)
+                joined = _transposed(array, expert)
+            parts: dict[str, LazyArray] = {"down_proj": joined}
+            if matrix == "gate_up_proj":
+                parts = {"gate_proj": joined[0::2], "up_proj": joined[1::2]}
             tensors |= {f"{prefix}{expert}.{part}.{ending}": one for part, one in parts.items()}
     return tensors
 
@@ -87,56 +90,18 @@ def join_interleaved_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.
     return result
 
 
-def _bias_parts(array: ArrayOrLazyArray, matrix: str) -> dict[str, ArrayOrLazyArray]:
-    """Returns the biases of an expert by matrix; `array` is its row of the stack."""
-    if matrix == "down_proj":
-        return {matrix: _lazy((array.shape[1],), lambda rows: np.asarray(array[:, rows])[0])}
-    width = array.shape[1] // 2
-
-    def half(offset: int) -> LazyArray:
-        """Returns every second number from this one on."""
-
-        def read(rows: slice) -> np.ndarray:
-            """Reads some of these numbers."""
-            return np.asarray(array[:, 2 * rows.start : 2 * rows.stop])[0, offset::2]
-
-        return _lazy((width,), read)
-
-    return {"gate_proj": half(0), "up_proj": half(1)}
+def _bias(array: ArrayOrLazyArray, expert: int) -> LazyArray:
+    return _lazy(array.shape[1:], lambda rows: np.asarray(array[expert : expert + 1, rows])[0])
 
 
-def _matrix_parts(
-    array: ArrayOrLazyArray, scales: ArrayOrLazyArray | None, expert: int, matrix: str, kind: str
-) -> dict[str, ArrayOrLazyArray]:
-    """Returns the matrices of an expert, [outputs, inputs], by name."""
-    if kind == "_blocks":
-        assert scales is not None
-        outputs = array.shape[1]
-        inputs = array.shape[2] * _GROUP
-        read_matrix = _quantized(array, scales, expert)
-    else:
-        inputs, outputs = array.shape[1:]
-
-        def read_matrix(rows: slice, columns: slice) -> np.ndarray:
-            """Reads a part of the matrix, which lies transposed."""
-            return np.asarray(array[expert : expert + 1, columns, rows])[0].T
-
-    if matrix == "down_proj":
-        return {matrix: _lazy((outputs, inputs), read_matrix)}
-
-    def half(offset: int) -> LazyArray:
-        """Returns every second row from this one on."""
-
-        def read(rows: slice, columns: slice) -> np.ndarray:
-            """Reads a part of these rows."""
-            return read_matrix(slice(2 * rows.start, 2 * rows.stop), columns)[offset::2]
-
-        return _lazy((outputs // 2, inputs), read)
-
-    return {"gate_proj": half(0), "up_proj": half(1)}
+def _transposed(array: ArrayOrLazyArray, expert: int) -> LazyArray:
+    """Returns the matrix of an expert, [outputs, inputs], from those of all, [experts, inputs, outputs]."""
+    return _lazy(array.shape[:0:-1], lambda rows, columns: np.asarray(array[expert : expert + 1, columns, rows])[0].T)
 
 
-def _quantized(blocks: ArrayOrLazyArray, scales: ArrayOrLazyArray, expert: int) -> _Matrix:
+def _quantized(blocks: ArrayOrLazyArray, scales: ArrayOrLazyArray, expert: int) -> LazyArray:
+    """Returns the matrix of an expert, [outputs, inputs]."""
+
     def read(rows: slice, columns: slice) -> np.ndarray:
         """Dequantizes the groups around these numbers."""
         groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
@@ -147,7 +112,7 @@ def _quantized(blocks: ArrayOrLazyArray, scales: ArrayOrLazyArray, expert: int) 
         first = columns.start - groups.start * _GROUP
         return wide_RG32.reshape(len(wide_RG32), -1)[:, first : first + columns.stop - columns.start]
 
-    return read
+    return _lazy((scales.shape[1], scales.shape[2] * _GROUP), read)
 
 
 def _lazy(shape: tuple[int, ...], read: Callable[..., np.ndarray]) -> LazyArray:

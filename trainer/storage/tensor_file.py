@@ -205,13 +205,23 @@ class LazyArray:
         else:
             keys = (key,)
         keys += (slice(None),) * (self.ndim - len(keys))
-        begins, ends, _ = zip(*(one.indices(size) for one, size in zip(keys, self.shape, strict=True)), strict=True)
+        ranges = [range(*one.indices(size)) for one, size in zip(keys, self.shape, strict=True)]
+        assert all(one.step > 0 for one in ranges), "no array is read backwards"
+        shape = tuple(map(len, ranges))
 
         def read(spec: ShardSpec) -> np.ndarray:
-            start = tuple(begin + at for begin, at in zip(begins, spec.shard.start, strict=True))
+            start = tuple(one.start + at for one, at in zip(ranges, spec.shard.start, strict=True))
             return self._read(ShardSpec(self.shape, Shard(start, spec.shard.shape), spec.flat_range))
 
-        return LazyArray([max(0, end - begin) for begin, end in zip(begins, ends, strict=True)], read)
+        def read_box(box: Shard) -> np.ndarray:
+            """Reads all from the first of these numbers to the last one, and returns each that a step leads to."""
+            parts = [one[part] for one, part in zip(ranges, box.slices, strict=True)]
+            bounds = tuple(slice(part.start, part.start + max(0, len(part) - 1) * part.step + 1) for part in parts)
+            return self[bounds].read()[tuple(slice(0, len(part) * part.step, part.step) for part in parts)]
+
+        if all(one.step == 1 for one in ranges):
+            return LazyArray(shape, read)
+        return box_array(shape, read_box)
 
 
 ArrayOrLazyArray = np.ndarray | LazyArray
@@ -270,7 +280,7 @@ def box_array(shape: Sequence[int], read_box: Callable[[Shard], np.ndarray]) -> 
         """Reads a shard as a box, or the rows around a flat range."""
         if spec.flat_range is None:
             return read_box(spec.shard)
-        row_size = math.prod(spec.shard.shape[1:])
+        row_size = max(1, math.prod(spec.shard.shape[1:]))
         first = spec.range.start // row_size
         last = -(-spec.range.stop // row_size)
         start = (spec.shard.start[0] + first, *spec.shard.start[1:])

@@ -190,10 +190,9 @@ def _find_targets(name: str, shapes: Shapes, settings: ModelConfig) -> tuple[Lay
     """Returns how a tensor lies in its file and the names of its parameters here; no names if no rule knows it."""
     if name in _OUTSIDE_LAYERS:
         target = _OUTSIDE_LAYERS[name]
-        if target in shapes:
+        if target in shapes or target == HEAD:  # files may have a copy of a head that is tied to the embedding
             return "same", [target]
-        # Tied to the embedding; files may have a copy.
-        return "same", [target] * (target == HEAD)
+        return "same", []
     layer = 0
     rest = ""
     if match := _LAYER.fullmatch(name):
@@ -233,7 +232,7 @@ def _split(
     if layout == "same":
         return {targets[0]: array}
     if layout == "pairs":
-        return {target: _every_other_row(array, first) for first, target in enumerate(targets)}
+        return {target: array[first::2] for first, target in enumerate(targets)}
     if layout == "experts":
         return {
             target.replace(".experts.", f".experts.{expert}."): _expert_matrix(array, expert, place, shapes[0])
@@ -249,18 +248,6 @@ def _split(
         target: concatenate_arrays([array[first : first + size] for first in range(start, array.shape[0], sum(sizes))])
         for target, start, size in zip(targets, starts, sizes, strict=True)
     }
-
-
-def _every_other_row(array: LazyArray, first: int) -> LazyArray:
-    def read_box(box: Shard) -> np.ndarray:
-        """Reads twice as many rows, and returns those of one matrix."""
-        (start, *others), (count, *sizes) = box
-        rows = slice(2 * start, 2 * (start + count))
-        columns = (slice(begin, begin + size) for begin, size in zip(others, sizes, strict=True))
-        pairs = (rows, *columns)
-        return array[pairs].read()[first::2]
-
-    return box_array((array.shape[0] // 2, *array.shape[1:]), read_box)
 
 
 def _expert_matrix(array: LazyArray, expert: int, place: int, shape: tuple[int, ...]) -> LazyArray:
