@@ -120,6 +120,6 @@ def _lazy(shape: tuple[int, ...], read: Callable[..., np.ndarray]) -> LazyArray:
 
     def read_box(box: Shard) -> np.ndarray:
         """Reads a box as float32."""
-        return np.ascontiguousarray(read(*box.slices), np.float32)
+        return np.asarray(read(*box.slices), np.float32)
 
     return box_array(shape, read_box)

@@ -214,9 +214,9 @@ class LazyArray:
             return self._read(ShardSpec(self.shape, Shard(start, spec.shard.shape), spec.flat_range))
 
         def read_box(box: Shard) -> np.ndarray:
-            """Reads all from the first of these numbers to the last one, and returns each that a step leads to."""
+            """Reads all numbers of these steps, and returns the first of each step."""
             parts = [one[part] for one, part in zip(ranges, box.slices, strict=True)]
-            bounds = tuple(slice(part.start, part.start + max(0, len(part) - 1) * part.step + 1) for part in parts)
+            bounds = tuple(slice(part.start, part.start + len(part) * part.step) for part in parts)
             return self[bounds].read()[tuple(slice(0, len(part) * part.step, part.step) for part in parts)]
 
         if all(one.step == 1 for one in ranges):
