@@ -99,7 +99,7 @@ def read_strategy(path: Path) -> dict[str, SourceLayout]:
     try:
         items = _message_class().FromString(read_bytes(path)).parallel_layout_item
         layouts = {item.param_name: _source_layout(item.parallel_layouts) for item in items}
-        if not all(isinstance(name, str) for name in layouts):  # protobuf returns what is not UTF-8 as bytes
+        if not all(isinstance(name, str) for name in layouts):  # protobuf may return what is not UTF-8 as bytes
             raise ValueError("a name that is not UTF-8")
     except (DecodeError, ValueError) as error:
         raise StrategyError(f"{path.name} is not a strategy file that can be read here ({error})") from None
