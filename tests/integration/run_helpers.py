@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 from fork_server import FORKED, ensure_server
 from numpy_kernels import assert_same_bits
 
 from trainer.checkpoint.store import newest_complete, read_checkpoint
 from trainer.config import Config, Override, load_config
+from trainer.errors import EXIT_BAD_INPUT, UserError
 from trainer.storage.checksums import checksum_of_file
 from trainer.storage.marker import MARKER, marker_content
 
@@ -170,6 +172,18 @@ def kill_after(path: Path, steps: int) -> Path:
     process.kill()
     assert finish(process)[0] == -signal.SIGKILL
     return output
+
+
+def refusal(action: Callable[[], object], *parts: str) -> str:
+    """Checks that an action ends in a user's error with exit code 2, whose message has these parts and a fix; returns
+    the message."""
+    with pytest.raises(UserError) as caught:
+        action()
+    message = str(caught.value)
+    assert caught.value.exit_code == EXIT_BAD_INPUT
+    for part in (*parts, "Fix: "):
+        assert part in message, message
+    return message
 
 
 # What a run left

@@ -24,6 +24,7 @@ from run_helpers import (
     evaluate,
     figures,
     predict,
+    refusal,
     step_records,
     train,
     write_config,
@@ -300,23 +301,15 @@ def test_export_of_plain_weights_and_no_file_is_replaced(home: Path, path: Path,
 # Refusals
 
 
-def refusal(path: Path, output: Path, **flags: object) -> str:
-    with pytest.raises(UserError) as caught:
-        train(path, output_dir=output, **flags)
-    message = str(caught.value)
-    assert caught.value.exit_code == 2 and "Fix: " in message
-    return message
-
-
 def test_another_base_model_is_refused(home: Path, path: Path, whole: Path, base: Path) -> None:
     weights = numbers_of(base)
     weights["model.norm.weight"] = np.nextafter(weights["model.norm.weight"], np.float32(2))  # one bit
     other = home / "other.safetensors"
     safetensors.numpy.save_file(weights, other)
     for flags in ({"run_mode": "eval", "adapter_id": whole}, {"resume_training": True}):
-        message = refusal(path, whole, load_checkpoint=other, **flags)
-        assert "trained on another base model" in message and "SHA-256" in message
-        assert "flag --load_checkpoint" in message and f"the same base model with --load_checkpoint {base}" in message
+        parts = "trained on another base model", "SHA-256", "flag --load_checkpoint"
+        fix = f"the same base model with --load_checkpoint {base}"
+        refusal(lambda: train(path, output_dir=whole, load_checkpoint=other, **flags), *parts, fix)  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -340,24 +333,21 @@ def test_adapters_of_another_kind_are_refused(
     if changes is not None:
         described = json.loads((source / "adapter_config.json").read_text())
         (tmp_path / "adapter_config.json").write_text(json.dumps(described | changes))
-    message = refusal(path, home / "refused", run_mode="eval", adapter_id=tmp_path)
-    assert "flag --adapter_id" in message
-    for part in parts:
-        assert part in message, message
+    refusal(lambda: evaluate(path, home / "refused", adapter_id=tmp_path), "flag --adapter_id", *parts)
 
 
 def test_whole_models_and_adapters_are_not_taken_for_each_other(
     home: Path, path: Path, whole: Path, base: Path
 ) -> None:
     output, plain = home / "confused", dense(path, home / "plain")
-    message = refusal(path, output, run_mode="eval", adapter_id=base)
-    assert "flag --adapter_id" in message and "contains a full model, not adapters" in message
-    message = refusal(path, output, run_mode="eval", adapter_id=whole, load_checkpoint=whole)
-    assert "flag --load_checkpoint" in message and "contains adapters, not the weights of a model" in message
-    message = refusal(path, base.parent, resume_training=True)
-    assert "the checkpoint contains a full model, and this run trains adapters" in message
-    message = refusal(plain, whole, resume_training=True, load_checkpoint="''")
-    assert "the checkpoint contains adapters, and this run trains a full model" in message
+    model = "flag --adapter_id", "contains a full model, not adapters"
+    refusal(lambda: evaluate(path, output, adapter_id=base), *model)
+    adapters = "flag --load_checkpoint", "contains adapters, not the weights of a model"
+    refusal(lambda: evaluate(path, output, adapter_id=whole, load_checkpoint=whole), *adapters)
+    resumes = "the checkpoint contains a full model, and this run trains adapters"
+    refusal(lambda: train(path, output_dir=base.parent, resume_training=True), resumes)
+    resumes = "the checkpoint contains adapters, and this run trains a full model"
+    refusal(lambda: train(plain, output_dir=whole, resume_training=True, load_checkpoint="''"), resumes)
 
 
 @pytest.mark.parametrize("names", ["output", "checkpoint", "adapter_id", "other program"])
@@ -407,10 +397,12 @@ def test_an_export_of_the_base_alone_says_so(home: Path, path: Path, whole: Path
 
 def test_other_targets_are_refused(home: Path, path: Path, whole: Path) -> None:
     key = "model__model_config__pet_config__target_modules"
-    message = refusal(path, home / "refused", run_mode="eval", adapter_id=whole, **{key: "'.*wq|.*wk|.*wv|.*w2'"})
-    assert "lacks model.layers.0.self_attn.k_proj.lora_A.weight" in message
-    message = refusal(path, whole, resume_training=True, **{key: "'.*wq|.*wv'"})
-    assert "lacks model.layers.0.self_attn.v_proj.lora_A.weight" in message
-    assert "holds model.layers.1.mlp.down_proj.lora_A.weight" in message and "this model does not have" in message
+    more, fewer = {key: "'.*wq|.*wk|.*wv|.*w2'"}, {key: "'.*wq|.*wv'"}
+    lacks = "lacks model.layers.0.self_attn.k_proj.lora_A.weight"
+    refusal(lambda: evaluate(path, home / "refused", adapter_id=whole, **more), lacks)
+    message = refusal(
+        lambda: train(path, output_dir=whole, resume_training=True, **fewer), "this model does not have",
+        "lacks model.layers.0.self_attn.v_proj.lora_A.weight", "holds model.layers.1.mlp.down_proj.lora_A.weight",
+    )  # fmt: skip
     fix = re.search(r"Fix: write .*target_modules: ('.*')", message)
     assert loss_of(path, home / "fixed", adapter_id=whole, **{key: fix[1]}) == eval_records(whole)[-1]["eval_loss"]

@@ -15,6 +15,7 @@ from run_helpers import (
     config_of,
     eval_records,
     figures,
+    refusal,
     step_records,
     train,
     write_config,
@@ -249,6 +250,4 @@ def test_what_does_not_fit_is_refused(whole: Path, path: Path, home: Path, text:
     flags = dict(REFUSED[text])
     if flags.get("run_mode"):
         flags["load_checkpoint"] = str(whole)
-    with pytest.raises(UserError) as error:
-        build_plan(config_of(path, **flags))
-    assert text in str(error.value) and "Fix: " in str(error.value)
+    refusal(lambda: build_plan(config_of(path, **flags)), text)

@@ -78,10 +78,7 @@ CASES = cases()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_front_end_builds_the_fused_operator_and_its_gradient(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # MindSpore leaves its analysis of a refused graph in the working directory
+def test_front_end_builds_the_fused_operator_and_its_gradient(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     inputs = [*map(Tensor, case.arrays), *case.extra]
     operator, gradient = case.operators
@@ -113,11 +110,8 @@ settings_of = partial(
 
 
 @pytest.mark.parametrize("amp_level", [None, "O2", "O3"])
-def test_front_end_builds_a_whole_block(
-    amp_level: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_front_end_builds_a_whole_block(amp_level: str | None, tmp_path: Path) -> None:
     """All fused kernels together in bfloat16, on the tables and the mask that `InputBuilder` makes for them."""
-    monkeypatch.chdir(tmp_path)
     settings = settings_of(use_qk_norm=True)
     precision = resolve_precision(settings, amp_level, "Ascend")
     kernels = load_kernels(select_kernels(settings, "Ascend", precision), precision)

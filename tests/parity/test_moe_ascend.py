@@ -59,10 +59,7 @@ RULES = {
 
 
 @pytest.mark.parametrize(("name", "policy"), [("plain", "position"), ("grouped_safe", "probability")])
-def test_front_end_builds_the_routing(
-    name: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_front_end_builds_the_routing(name: str, policy: str, tmp_path: Path) -> None:
     rule = RULES[name]
     cell = RouteWith(3, policy, rule)
     graph = export(cell, [Tensor(normal(TOKENS, EXPERTS)), Tensor(normal(EXPERTS))], tmp_path / "route")
@@ -87,9 +84,8 @@ def built(fused: bool, dtype: mindspore.Type, folder: Path) -> tuple[Graph, Grap
 @pytest.mark.parametrize("dtype", [mindspore.float32, mindspore.bfloat16], ids=str)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "gathers"])
 def test_front_end_builds_the_fused_operators_and_their_gradients(
-    fused: bool, dtype: mindspore.Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fused: bool, dtype: mindspore.Type, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     forward, backward = built(fused, dtype, tmp_path)
     assert forward.shapes == [(TOKENS, HIDDEN)]
     assert backward.shapes[:3] == [(TOKENS, HIDDEN), (EXPERTS, HIDDEN, HIDDEN), (TOKENS, CHOSEN)]

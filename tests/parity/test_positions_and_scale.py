@@ -18,16 +18,15 @@ from trainer.models.spec.rotary import rotary_angles
 ENGINES = pytest.mark.parametrize(
     "engine", [{}, {"host_layers": False}, {"compiled": False}], ids=["native", "cells", "operators"]
 )
-MODELS = {
-    "every second": {"nope_layer_interval": 2},
-    "first alone, normed": {"nope_layers": [0], "use_qk_norm": True},
-    "every": {"nope_layer_interval": 1},
-    "none": {"position_embedding_type": "none", "rope_theta": 100.0},
-    "scale": {"softmax_scale": 0.7},
-    "window": {"window_size": [3, 0], "window_attn_skip_freq": 3, "nope_layer_interval": 2, "num_layers": 3},
+MODELS: dict[str, tuple[dict, set[int]]] = {
+    "every second": ({"nope_layer_interval": 2}, {1}),
+    "first alone, normed": ({"nope_layers": [0], "use_qk_norm": True}, {0}),
+    "every": ({"nope_layer_interval": 1}, {0, 1}),
+    "none": ({"position_embedding_type": "none", "rope_theta": 100.0}, {0, 1}),
+    "scale": ({"softmax_scale": 0.7}, set()),
+    "window": ({"window_size": [3, 0], "window_attn_skip_freq": 3, "nope_layer_interval": 2, "num_layers": 3}, {1}),
 }
-UNROTATED = {"every second": {1}, "first alone, normed": {0}, "every": {0, 1}, "none": {0, 1}, "scale": set(),
-             "window": {1}}  # fmt: skip
+"""Settings, and the layers whose heads are not rotated."""
 
 
 def numpy_logits(trainer: TinyTrainer, batch: Batch, name: str) -> np.ndarray:
@@ -52,7 +51,7 @@ def numpy_logits(trainer: TinyTrainer, batch: Batch, name: str) -> np.ndarray:
                          settings.rms_norm_eps).reshape(x.shape)
                 for x, letter in ((q_NC, "q"), (k_NK, "k"))
             )  # fmt: skip
-        if layer not in UNROTATED[name]:
+        if layer not in MODELS[name][1]:
             q_NC, k_NK = (rotary(x, cos[positions_N], sin[positions_N]) for x in (q_NC, k_NK))
         scale = 0.7 if name == "scale" else None
         heads_NC = attention(q_NC, k_NK, v_NK, allowed_BQS, settings.head_size, scale=scale)
@@ -66,7 +65,7 @@ def numpy_logits(trainer: TinyTrainer, batch: Batch, name: str) -> np.ndarray:
 @ENGINES
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_numpy(name: str, engine: dict[str, bool]) -> None:
-    trainer = TinyTrainer(**engine, **MODELS[name])
+    trainer = TinyTrainer(**engine, **MODELS[name][0])
     batch = make_batch(3, valid=9, rows=2)
     logits = trainer.model.logits(trainer.build_inputs(batch)).asnumpy()
     assert distance(logits, numpy_logits(trainer, batch, name)) < decoder_limits(trainer.model.settings, rows=2).loss
@@ -76,7 +75,7 @@ def test_logits_are_those_of_numpy(name: str, engine: dict[str, bool]) -> None:
 def test_gradients_of_native_layers_are_those_of_operators(name: str) -> None:
     gradients = []
     for engine in ({}, {"compiled": False}):
-        trainer = TinyTrainer(**engine, **MODELS[name])
+        trainer = TinyTrainer(**engine, **MODELS[name][0])
         gradients.append(loss_and_gradients(trainer.step(), make_batch(3, valid=9, rows=2))[1])
     assert_close(*gradients, 2 * decoder_limits(trainer.model.settings, rows=2).gradients)  # both are rounded
 
@@ -84,5 +83,5 @@ def test_gradients_of_native_layers_are_those_of_operators(name: str) -> None:
 @ENGINES
 @pytest.mark.parametrize("name", ["every second", "none", "scale"])
 def test_generation_goes_the_same_way_as_the_whole_row(name: str, engine: dict[str, bool]) -> None:
-    trainer = TinyTrainer(**engine, **MODELS[name])
+    trainer = TinyTrainer(**engine, **MODELS[name][0])
     check_generation(trainer.model, trainer.build_inputs, [[3, 1, 4, 1, 5]], new_tokens=5)

@@ -7,9 +7,10 @@ import re
 import pytest
 from config_helpers import BASE, error_of, load, notes
 
+from trainer.config import Config
 from trainer.ops import select
 from trainer.ops.precision import Precision, resolve_precision
-from trainer.ops.select import dtype_notes, part_dtypes, precision_of, select_kernels
+from trainer.ops.select import PartDtype, dtype_notes, part_dtypes, precision_of, select_kernels
 
 KEYS = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype")
 
@@ -148,6 +149,11 @@ def test_nothing_is_told_where_all_is_as_written(text: str) -> None:
     assert notes(text) == ""
 
 
+def shown(config: Config, precision: Precision) -> dict[str, PartDtype]:
+    """Returns what `plan` shows of a run on a CPU."""
+    return part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision))
+
+
 def on_cpu(text: str) -> tuple[Precision, list[str]]:
     """Returns the dtypes of a run on a CPU, and what is told of them."""
     config = load(text)
@@ -169,8 +175,7 @@ def test_who_multiplies_in_bfloat16(monkeypatch: pytest.MonkeyPatch, processor: 
     precision, notes = on_cpu("model_config: {compute_dtype: bfloat16}\n")
     assert (precision.by, precision.compute.dtype) == (by, "bfloat16" if by else "float32")
     assert len(notes) == bool(told) and told in "".join(notes)
-    shown = part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision))
-    assert shown["matrix products"].dtype == (f"bfloat16 ({by})" if by else "float32")
+    assert shown(config, precision)["matrix products"].dtype == (f"bfloat16 ({by})" if by else "float32")
 
 
 @pytest.mark.parametrize(
@@ -217,9 +222,7 @@ def test_what_else_is_float32_beside_bfloat16() -> None:
     text += "model_config: {compute_dtype: bfloat16, mtp_depth: 1, moe_config: {expert_num: 4}}\n"
     precision, notes = on_cpu(text)
     assert "on a CPU gradients are float32" in notes[-1] and "on a CPU routed experts compute in float32" in notes[-2]
-    config = load(text)
-    shown = part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision))
-    assert shown["routed experts"].dtype == "float32"
+    assert shown(load(text), precision)["routed experts"].dtype == "float32"
 
 
 def test_flash_attention_follows_the_level() -> None:
@@ -234,8 +237,7 @@ def test_flash_attention_follows_the_level() -> None:
 def test_what_plan_shows_of_a_base_in_few_bytes() -> None:
     config = load("model_config: {compute_dtype: float16, pet_config: {lora_rank: 2, base_dtype: nf4}}\n")
     precision = precision_of(config, "CPU")
-    parts = part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision))
-    assert {name: part.dtype for name, part in list(parts.items())[:4]} == {
+    assert {name: part.dtype for name, part in list(shown(config, precision).items())[:4]} == {
         "frozen matrices of layers": "nf4",
         "frozen embedding and head": "bfloat16",
         "adapters and other parameters": "float32",
@@ -246,7 +248,7 @@ def test_what_plan_shows_of_a_base_in_few_bytes() -> None:
 def test_what_plan_shows() -> None:
     config = load("amp_level: O2\nmodel_config: {param_init_type: float16}\n")
     precision = resolve_precision(config.decoder, config.amp_level, "CPU")
-    assert part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision)) == {
+    assert shown(config, precision) == {
         "parameters": ("float32", "master weights (asked: float16)"),
         "matrix products": ("float16", "amp_level O2"),
         "norms": ("float32", "amp_level O2"),
