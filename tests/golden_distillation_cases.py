@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import golden_files
 import numpy as np
-from safetensors.numpy import save_file
 
 PATH = golden_files.GOLDEN_FOLDER / "distillation.json"
 
@@ -35,26 +34,23 @@ count; a teacher with experts."""
 def write_model(name: str, folder: Path) -> golden_files.ModelCase:
     """Writes a golden model as a folder of Hugging Face."""
     case = golden_files.load_model_case(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(case.metadata["config_as_saved"]))
-    save_file(dict(case.weights), folder / "model.safetensors", {"format": "pt"})
+    golden_files.write_folder(folder, case.metadata["config_as_saved"], case.weights)
     return case
 
 
 def write_drawn_model(folder: Path, seed: int, **sizes: Any) -> Path:
     """Writes a Llama with the weights that a run draws from a seed as a folder of Hugging Face."""
+    from decoder_settings import decoder_settings
+
     from trainer.checkpoint.weights import from_seed
-    from trainer.config import parse_config
     from trainer.config.hugging_face import config_json
     from trainer.models.spec.shapes import parameter_specs
     from trainer.parallel.sharding import full_shard_spec
 
-    settings = parse_config("drawn", json.dumps({"model": {"model_config": sizes}})).decoder
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config_json(settings, "LlamaForCausalLM")))
+    settings = decoder_settings(**sizes)
     drawn = from_seed(parameter_specs(settings).values(), settings, seed)
     weights = {name: array.read(full_shard_spec(array.shape)) for name, array in drawn.items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    golden_files.write_folder(folder, config_json(settings, "LlamaForCausalLM"), weights)
     return folder
 
 

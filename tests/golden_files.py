@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 _STORED = ("codes.", "scales", "mean.", "values", "dynamic_values", "other.", "sample")
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
@@ -119,6 +120,13 @@ def load_model_case(name: str) -> ModelCase:
         mtp_loss_sums=tensors["mtp_loss_sums"] if "mtp_loss_sums" in tensors else None,
         **{key: tensors[key] for key in ("input_ids", "labels", "positions", "segment_ids", "logits")},
     )
+
+
+def write_folder(folder: Path, described: dict[str, Any], weights: dict[str, np.ndarray]) -> None:
+    """Writes config.json and model.safetensors of a folder of Hugging Face."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(described))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def load_peft_modules() -> dict[str, dict[str, list[int]]]:

@@ -9,7 +9,6 @@ from typing import Any
 import golden_files
 import numpy as np
 from golden_scores_cases import write_reward_model
-from safetensors.numpy import save_file
 
 PATH = golden_files.GOLDEN_FOLDER / "preferences.json"
 MODEL = "model_llama"
@@ -82,9 +81,7 @@ def write_model(kind: str, folder: Path) -> None:
         write_reward_model(MODEL, folder)
     else:
         case = golden_files.load_model_case(MODEL)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(case.metadata["config_as_saved"]))
-        save_file(dict(case.weights), folder / "model.safetensors", {"format": "pt"})
+        golden_files.write_folder(folder, case.metadata["config_as_saved"], case.weights)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     names = {"eos_token": END, "pad_token": PAD, "add_bos_token": False, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import golden_files
 import numpy as np
-from safetensors.numpy import save_file
 
 from trainer.config.families import FAMILIES
 
@@ -29,12 +28,10 @@ def write_reward_model(name: str, folder: Path) -> None:
     kind = next(name for name, family in FAMILIES.items() if family.model_type == described["model_type"])
     described |= {"architectures": [kind.replace("ForCausalLM", "ForSequenceClassification")], "pad_token_id": 0}
     described |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(described))
     weights = {each: array for each, array in case.weights.items() if each != "lm_head.weight"}
     width = len(weights["model.norm.weight"])
     weights["score.weight"] = np.random.default_rng(11).normal(size=(1, width)).astype(np.float32)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    golden_files.write_folder(folder, described, weights)
 
 
 def load_scores() -> dict[str, list[float]]:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_decoder import GoldenDecoder, golden_decoder
-from golden_files import load_model_case, load_peft_modules
+from golden_files import load_model_case, load_peft_modules, write_folder
 from mindspore import Tensor
 from model_gradients import model_gradients
 from numpy_kernels import assert_same_bits, distance
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from tolerances import decoder_limits
 
 from trainer.checkpoint.adapters import adapter_config, merge_adapters
@@ -42,8 +42,7 @@ class FamilyModel:
         self.case = load_model_case(name)
         self.folder = folder
         self.described: dict[str, Any] = self.case.metadata["config_as_saved"]
-        (folder / "config.json").write_text(json.dumps(self.described))
-        save_file(dict(self.case.weights), folder / "model.safetensors", {"format": "pt"})
+        write_folder(folder, self.described, self.case.weights)
 
     def config(self, folder: Path | None = None, **model: Any) -> Config:
         """Returns the configuration of a finetuning with the folder; `model` has further keys of `model_config`."""

@@ -52,6 +52,10 @@ def counted(audit: Audit) -> dict[str, tuple[int, int]]:
     return {each.operator: (each.asked, each.found) for each in audit.fused if each.asked or each.found}
 
 
+def check_complete(audit: Audit, expected: dict[str, tuple[int, int]]) -> None:
+    assert counted(audit) == expected and not audit.missing
+
+
 def both(operator: str, count: int) -> dict[str, tuple[int, int]]:
     return {operator: (count, count), f"{operator}Grad": (count, count)}
 
@@ -107,8 +111,7 @@ ROPE, ATTENTION, SWIGLU = both("RotaryPositionEmbedding", 12), both("FlashAttent
     ids=["all", "without rope and attention, all norms"],
 )
 def test_the_switches_of_a_dense_model(changes: dict, expected: dict) -> None:
-    audit = audit_ascend(config_of(**changes))
-    assert counted(audit) == expected and not audit.missing
+    check_complete(audit_ascend(config_of(**changes)), expected)
 
 
 LATENT = {"multi_latent_attention": True, "num_layers": 1, **LATENT_SIZES}
@@ -117,11 +120,8 @@ LATENT = {"multi_latent_attention": True, "num_layers": 1, **LATENT_SIZES}
 def test_latent_attention_keeps_the_fused_operators() -> None:
     """Values of 24 numbers are filled up to the 32 of a query."""
     model = {"arch": {"type": "LlamaForCausalLM"}, "model_config": SIZES | FUSED | LATENT}
-    audit = audit_ascend(parse_config("audit", json.dumps({"model": model})))
-    assert not audit.missing
-    assert counted(audit) == both("RotaryPositionEmbedding", 2) | both("FlashAttentionScore", 1) | both(
-        "Swiglu", 1
-    ) | both("RmsNorm", 5)
+    products = both("RotaryPositionEmbedding", 2) | both("FlashAttentionScore", 1) | both("Swiglu", 1)
+    check_complete(audit_ascend(parse_config("audit", json.dumps({"model": model}))), products | both("RmsNorm", 5))
 
 
 def test_experts_and_a_multi_token_prediction_module() -> None:
@@ -149,27 +149,21 @@ def test_experts_and_a_multi_token_prediction_module() -> None:
 
 
 def test_experts_sorted_by_gathers() -> None:
-    audit = audit_ascend(config_of({"use_gmm": True, "first_k_dense_replace": 0}))
     swiglu = both("Swiglu", 12)  # of the experts and of the shared one
-    assert counted(audit) == ROPE | ATTENTION | swiglu | both("RmsNorm", 13) | {"GroupedMatmulV4": (54, 54)}
-    assert not audit.missing
+    expected = ROPE | ATTENTION | swiglu | both("RmsNorm", 13) | {"GroupedMatmulV4": (54, 54)}
+    check_complete(audit_ascend(config_of({"use_gmm": True, "first_k_dense_replace": 0})), expected)
 
 
 def test_experts_with_a_capacity_stay_on_the_device() -> None:
     experts = {"use_gmm": False, "capacity_factor": 1.5, "first_k_dense_replace": 0}
-    audit = audit_ascend(config_of(experts, use_fused_swiglu=False))
-    assert counted(audit) == ROPE | ATTENTION | both("RmsNorm", 13) | {"GroupedMatmulV4": (54, 54)}
-    assert not audit.missing
+    expected = ROPE | ATTENTION | both("RmsNorm", 13) | {"GroupedMatmulV4": (54, 54)}
+    check_complete(audit_ascend(config_of(experts, use_fused_swiglu=False)), expected)
 
 
 def test_kernels_that_are_not_there_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of({"use_gmm": True, "first_k_dense_replace": 0}, num_layers=1)
-    missing = [
-        name + end
-        for name in ("RotaryPositionEmbedding", "Swiglu", "FlashAttentionScore", "RmsNorm")
-        for end in ("", "Grad")
-    ]
-    missing.append("GroupedMatmulV4")
+    kernels = ("RotaryPositionEmbedding", "Swiglu", "FlashAttentionScore", "RmsNorm")
+    missing = [*(name + end for name in kernels for end in ("", "Grad")), "GroupedMatmulV4"]
     monkeypatch.setattr(
         report, "export_step", lambda *step: [node for node in export_once(*step) if node.operator not in missing]
     )

@@ -6,7 +6,7 @@ import numpy as np
 import numpy_kernels
 import pytest
 from native_layers import HIDDEN, Case, normal
-from numpy_kernels import distance
+from numpy_kernels import assert_close
 from preference_cases import (
     BETA,
     PAIRED,
@@ -45,6 +45,11 @@ from trainer.step.train_step import StepResult, TrainStep
 ROWS = ((3, 4), (2, 3, 4, 3), (6, 4))  # tokens of the documents of each sequence
 
 
+def valid_of(batch: PairBatch) -> np.ndarray:
+    """Returns 1 for each token with a loss, else 0: float32 [N, 1]."""
+    return (batch.labels.reshape(-1, 1) != IGNORE_INDEX).astype(np.float32)
+
+
 def head_case(kind: str) -> tuple[Case, PairBatch]:
     """Returns the head on a batch of pairs, as a formula."""
     batch = pair_batch(3, ROWS)
@@ -67,9 +72,8 @@ def head_case(kind: str) -> tuple[Case, PairBatch]:
 def test_loss_and_gradients_of_the_head(kind: str) -> None:
     case, batch = head_case(kind)
     section = LossConfig(**loss_of(kind))
-    labels_N = batch.labels.reshape(-1)
-    valid_N1 = (labels_N != IGNORE_INDEX).astype(np.float32)[:, None]
-    labels_N = np.where(valid_N1[:, 0] > 0, labels_N, 0)
+    valid_N1 = valid_of(batch)
+    labels_N = np.where(valid_N1[:, 0] > 0, batch.labels.reshape(-1), 0)
 
     def run(*trained: str, save: bool = True):
         head = FusedLinearCrossEntropy(HIDDEN, NormSpec(1e-3), Scratch())
@@ -93,9 +97,8 @@ def test_loss_and_gradients_of_the_head(kind: str) -> None:
     # Where the matrix is frozen the logits are computed once: the same gradients.
     frozen_loss, _, frozen = run("norm")
     assert frozen_loss == loss
-    for name, gradient in frozen.items():
-        right = case.gradients[name]
-        assert distance(gradient.asnumpy(), right) <= rounding_limit(2 * (case.terms + len(case.x_ND)))
+    right = {name: case.gradients[name] for name in ("x", "norm")}
+    assert_close(frozen, right, rounding_limit(2 * (case.terms + len(case.x_ND))))
 
 
 def reward_case() -> tuple[Case, PairBatch]:
@@ -121,8 +124,7 @@ def reward_case() -> tuple[Case, PairBatch]:
 
 def test_loss_and_gradients_of_a_reward_model() -> None:
     case, batch = reward_case()
-    labels_N = batch.labels.reshape(-1)
-    valid_N1 = (labels_N != IGNORE_INDEX).astype(np.float32)[:, None]
+    labels_N, valid_N1 = batch.labels.reshape(-1), valid_of(batch)
     head = ScoreHead(HIDDEN, NormSpec(1e-3), Scratch())
     pairs = find_pairs(batch, LossConfig(**loss_of("reward")))
     call = SublayerCall(case.weights, save=True, trained=("norm", "weight"))
@@ -151,7 +153,7 @@ def test_loss_and_gradients_of_a_reward_model() -> None:
 def test_rewards(kind: str) -> None:
     batch = pair_batch(5, ROWS)
     losses_N = np.random.default_rng(6).uniform(0.5, 4, batch.labels.size)
-    valid_N1 = (batch.labels.reshape(-1, 1) != IGNORE_INDEX).astype(np.float32)
+    valid_N1 = valid_of(batch)
     pairs = find_pairs(batch, LossConfig(**loss_of(kind)))
     loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
     answers = answers_of(batch, -losses_N)
@@ -170,7 +172,7 @@ def test_rewards_of_labelled_answers(shift: float) -> None:
     batch = pair_batch(5, ROWS)
     batch = batch._replace(reference=batch.reference + shift)
     losses_N = np.random.default_rng(6).uniform(0.5, 4, batch.labels.size)
-    valid_N1 = (batch.labels.reshape(-1, 1) != IGNORE_INDEX).astype(np.float32)
+    valid_N1 = valid_of(batch)
     pairs = find_pairs(batch, LossConfig(**loss_of("kto")))
     loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
     right = trl_kto(answers_of(batch, -losses_N))
