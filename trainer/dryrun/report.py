@@ -19,7 +19,7 @@ from trainer.dryrun.process import Case, Collective, Measurement, run_cases
 from trainer.errors import RunError, TrainerError, UserError
 from trainer.monitors.formatting import size
 from trainer.parallel.world import World
-from trainer.plan.device.memory import DEVICE_BYTES
+from trainer.plan.device.memory import DEVICE_BYTES, device_limit_bytes
 from trainer.plan.division import rank_groups, ranks_text
 from trainer.plan.memory import memory_estimate
 from trainer.run.plan_file import plan_file
@@ -109,10 +109,7 @@ def dry_run(
     estimate = None
     if plan.memory_bytes:
         estimate = planned_bytes(config, world)
-    limit_bytes = None
-    if config.context.max_device_memory is not None:
-        limit_bytes = int(float(config.context.max_device_memory.removesuffix("GB")) * _GIB)
-    return DryRun(world, measurement, estimate, limit_bytes, group_names(config, world))
+    return DryRun(world, measurement, estimate, device_limit_bytes(config), group_names(config, world))
 
 
 def planned_bytes(config: Config, world: World) -> int:

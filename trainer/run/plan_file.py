@@ -36,7 +36,7 @@ from trainer.device.resolve import planned_device, plans_elsewhere
 from trainer.errors import UserError, value_text
 from trainer.ops.select import on_arrays
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
-from trainer.plan.device.memory import DEVICE_BYTES, fixed_bytes
+from trainer.plan.device.memory import DEVICE_BYTES, device_limit_bytes, fixed_bytes
 from trainer.plan.memory import memory_estimate
 from trainer.plan.plan import ModelPlan, Plan, plan_run
 from trainer.plan.search.hardware import device_rates
@@ -99,7 +99,7 @@ def _job_with_memory(config: Config, job: World) -> tuple[World, str]:
     A job with too little for the estimated activations alone is the result if no other one has enough.
     """
     fallback = job, "the fewest that the degrees need"
-    limit_bytes = _limit_bytes(config)
+    limit_bytes = device_limit_bytes(config)
     if limit_bytes is None or not config.parallel.enable_parallel_optimizer or config.use_parallel is False:
         return fallback
     if not plans_elsewhere(config) or _broken_rules(resolve_for_job(config, job), job):
@@ -335,23 +335,12 @@ def _memory(config: Config, world: World) -> dict[str, int]:
     return memory_estimate(config, config.trains, planned_device(config), world)
 
 
-def _limit_bytes(config: Config) -> float | None:
-    """Returns max_device_memory in bytes; None without it, or where it is no size, which is another problem."""
-    limit = config.context.max_device_memory
-    if limit is None:
-        return None
-    try:
-        return float(limit.removesuffix("GB")) * _GIB
-    except ValueError:
-        return None
-
-
 def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int]) -> list[Note]:
     """Returns a note if a rank probably needs more than max_device_memory.
 
     Raises a UserError if weights, gradients and optimizer state, whose size is certain, already need more.
     """
-    limit_bytes = _limit_bytes(config)
+    limit_bytes = device_limit_bytes(config)
     if limit_bytes is None:
         return []
     fixed = fixed_bytes(memory_bytes)
@@ -440,7 +429,7 @@ def open_search(config: Config, world: World, device: str) -> LayoutSearch:
         rule = "only the training of a decoder has layouts to search for"
         raise UserError(rule, where="flag --search", key="--search", fix="leave it out")
     raise_problems([each for each in run_problems(config, world) if each.error.key == config.source.name(_MODEL)])
-    limit_bytes = _limit_bytes(config)
+    limit_bytes = device_limit_bytes(config)
     if limit_bytes is None and device == "CPU":
         limit_bytes = available_memory_bytes() / world.local_size
     return LayoutSearch(

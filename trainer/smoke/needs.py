@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainer.config import Config
 from trainer.config.checks.parallel import parallel_degrees
 from trainer.parallel.world import World
+from trainer.plan.device.memory import device_limit_bytes
 
 if TYPE_CHECKING:
     from trainer.plan.plan import Plan
@@ -55,12 +56,12 @@ def _devices(config: Config, plan: Plan) -> list[str]:
     if not plan.memory_bytes:
         model = config.pretrained_model_dir or "none is written in model.model_config"
         return [devices, f"sizes of the model: {model}"]
-    total = plan.memory_bytes["total"] / _GIB
-    memory = f"memory: about {total:,.1f} GiB a rank, activations (estimated) included"
-    if config.context.max_device_memory:
-        limit = config.context.max_device_memory.removesuffix("GB")  # MindSpore's GB is 2**30 bytes
+    total = plan.memory_bytes["total"]
+    memory = f"memory: about {total / _GIB:,.1f} GiB a rank, activations (estimated) included"
+    limit = device_limit_bytes(config)
+    if limit is not None:
         relation = "of"
-        if total > float(limit):
+        if total > limit:
             relation = "more than"
-        memory += f", {relation} the {limit} GiB of max_device_memory"
+        memory += f", {relation} the {limit / _GIB:g} GiB of max_device_memory"
     return [devices, memory]

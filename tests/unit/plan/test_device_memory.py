@@ -84,6 +84,9 @@ def test_it_is_near_the_peak_of_the_dry_run(model: dict, ranks: int, sections: d
         (TWO_MICRO_BATCHES, 8.64), (TWO_MICRO_BATCHES | LEVEL3, 5.23), (LEVEL3, 4.83), (FOUR_MICRO_BATCHES, 11.64),
         (FROZEN_EXPERTS, 2.38), (FROZEN_EXPERTS | TWO_MICRO_BATCHES, 4.13),
         (LEVEL3 | {"parallel_config": {"model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2}}, 5.39),
+        ({"parallel_config": {"model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4}}, 6.87),
+        ({"parallel_config": {"model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4},
+          "recompute_config": {"recompute": True}}, 6.09),
     ],
 )  # fmt: skip
 def test_experts_that_ranks_of_a_tensor_group_have_are_shared_among_these_too(sections: dict, measured_gib: float):

@@ -16,9 +16,11 @@ from trainer.models.spec.adapters import layer_targets
 from trainer.models.spec.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
 from trainer.parallel.mesh import Degrees
+from trainer.run.prepare import build_plan
 from trainer.smoke.changes import Setup, smoke_text
 from trainer.smoke.data import sections_read
 from trainer.smoke.degrees import KINDS, kind_name, possible_layouts
+from trainer.smoke.needs import full_run_requirements
 from trainer.smoke.report import changes_section
 from trainer.smoke.run import _resolve_batch, smoke_changes
 
@@ -31,6 +33,14 @@ def small(text: str, *pairs: str, ranks: int = 1, missing: bool = True) -> tuple
     changes = smoke_changes(config, Setup(3, ranks, Path("/tmp/smoke"), "CPU", absent))
     told = {change.key: change[1:] for change in changes}
     return parse_config("smoke.yaml", smoke_text(config, changes)), told
+
+
+@pytest.mark.parametrize(("limit", "end"), [("58GB", " the 58 GiB of max_device_memory"), ("58 G", "included")])
+def test_a_limit_of_memory_is_named_if_it_is_one(limit: str, end: str) -> None:
+    """One that is none is an error of a run on an Ascend; the small copy runs on a CPU."""
+    config = load_config("configs/quickstart.yaml", [Override("context.max_device_memory", limit)])
+    [memory] = [need for need in full_run_requirements(config, build_plan(config), {}) if need.startswith("memory")]
+    assert memory.endswith(end)
 
 
 def test_a_dense_model_keeps_its_ratios_and_everything_about_the_step():

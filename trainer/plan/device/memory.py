@@ -40,6 +40,15 @@ from trainer.plan.division import fullest_rank
 
 DEVICE_BYTES = 60 << 30
 """The part of a 64 GB device that MindSpore uses, without `max_device_memory`."""
+_GIB = 1 << 30  # MindSpore's GB
+
+
+def device_limit_bytes(config: Config) -> int | None:
+    """Returns max_device_memory in bytes; None without it, or where it is no size, which a run on an Ascend refuses."""
+    try:
+        return int(float((config.context.max_device_memory or "").removesuffix("GB")) * _GIB)
+    except (ValueError, OverflowError):
+        return None
 
 
 def device_memory(config: Config, world: World, facts: ModelFacts, stage: int | None = None) -> dict[str, int]:
@@ -271,13 +280,14 @@ def _gathered_experts(
     are more, or fewer, than one of each matrix.
     """
     is_level3 = zero_level(config) == "level3"
+    remakes = not {"block", "mlp"}.isdisjoint(recomputed)
     micro_batches = micro_batches_per_step(config, degrees)
     if micro_batches > 1 and is_level3:
         return max((each.expert_gradients for each in layers), default=0), 0
     if micro_batches > 1:  # MindSpore makes the copies of all micro-batches when it has gathered a matrix
-        copies = (micro_batches - 1) * half * sum(each.experts for each in layers) // 2
-        return max((each.largest for each in layers), default=0), copies
-    if not is_level3 or not {"block", "mlp"}.isdisjoint(recomputed):
+        copies = (micro_batches - 1 - remakes) * half * sum(each.experts for each in layers) // 2
+        return max((each.largest for each in layers if each.experts), default=0), copies
+    if not is_level3 or remakes:
         # All gradients wait for the end of the backward pass, when the copies have been freed.
         waiting = sum(each.expert_gradients for each in layers)
         return waiting, -half * waiting // 2
