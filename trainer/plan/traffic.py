@@ -287,11 +287,11 @@ def _context_calls(config: Config, degrees: Degrees, sizes: MessageSizes, passes
     ulysses = 1
     if sizes.on_host:
         ulysses = min(ranks, ulysses_degree(config))
-    by_ring = "cp"
-    by_heads = "cp"
+    ring_group = "cp"
+    ulysses_group = "cp"
     if 1 < ulysses < ranks:
-        by_ring = "ring"
-        by_heads = "ulysses"
+        ring_group = "ring"
+        ulysses_group = "ulysses"
     tokens = ulysses * sizes.tokens
     forward = 1 + passes.is_recomputed("attention")
     kv_heads = max(1, attention.kv_heads // ulysses)
@@ -304,17 +304,17 @@ def _context_calls(config: Config, degrees: Degrees, sizes: MessageSizes, passes
         # The gradient of the results is what products take next.
         for columns, back in ((queries, gradient_width), (keys, gradient_width), (values, gradient_width),
                               (results, width)):  # fmt: skip
-            yield Call(by_heads, what, "all_to_all", tokens * columns * width, forward, width)
-            yield Call(by_heads, what, "all_to_all", tokens * columns * back, passes.backward, back)
+            yield Call(ulysses_group, what, "all_to_all", tokens * columns * width, forward, width)
+            yield Call(ulysses_group, what, "all_to_all", tokens * columns * back, passes.backward, back)
     if ulysses == ranks:
         return
     messages = [keys + values]
     if sizes.on_host:  # a device sends both together
         messages = [keys, values]
     for columns in messages:
-        yield Call(by_ring, what, "all_gather", tokens * columns * width, forward, width)
+        yield Call(ring_group, what, "all_gather", tokens * columns * width, forward, width)
         gradient_bytes = ranks // ulysses * tokens * columns * gradient_width
-        yield Call(by_ring, what, "reduce_scatter", gradient_bytes, passes.backward, gradient_width)
+        yield Call(ring_group, what, "reduce_scatter", gradient_bytes, passes.backward, gradient_width)
 
 
 def _expert_calls(
@@ -335,9 +335,9 @@ def _expert_calls(
         yield Call("tp", "rows of experts", "all_gather", local_tokens * hidden * FLOAT32_BYTES, passes.backward)
         yield Call("tp", "rows of experts", "all_gather", local_tokens * hidden * width, forward, width)
     if mlp.shared_width:
-        by_rows = sizes._replace(shares_rows=True)
-        yield from _enter(by_rows, "shared experts", hidden, forward, passes.backward)
-        yield from _leave(by_rows, "shared experts", hidden, forward, passes.backward)
+        sharded_rows = sizes._replace(shares_rows=True)
+        yield from _enter(sharded_rows, "shared experts", hidden, forward, passes.backward)
+        yield from _leave(sharded_rows, "shared experts", hidden, forward, passes.backward)
     chosen = mlp.chosen
     row = hidden * width
     if moe.moe_token_dispatcher_type == "allgather":

@@ -34,7 +34,7 @@ from trainer.parallel.mesh import Degrees
 from trainer.parallel.sharding import FLOAT32_BYTES
 from trainer.parallel.world import World
 from trainer.plan.device.explicit import StageGradients, UnitGradients, explicit_memory
-from trainer.plan.device.graph import GraphMatrices, graph_memory, stage_chunks
+from trainer.plan.device.graph import GraphMatrices, graph_memory, stage_chunks, stage_passes
 from trainer.plan.device.model_facts import ModelFacts, ParameterUnit, is_half
 from trainer.plan.division import fullest_rank
 
@@ -246,7 +246,7 @@ def _stage_memory(
         parts["masks and tables"] = graph.constants
         if layout.weights:
             of_layers = [bytes_of(facts.layers[layer]) for layer in layers]
-            waiting, copies_change = _gathered_experts(config, degrees, of_layers, facts.recomputed(config), half)
+            waiting, copies_change = _gathered_experts(config, degrees, facts, stage, of_layers, half)
             copies = max(copies + copies_change, 0)
     else:
         if half and facts.spec.mtp_modules and HEAD in of_ends:  # several heads cast it, each for itself
@@ -272,7 +272,7 @@ def _stage_memory(
 
 
 def _gathered_experts(
-    config: Config, degrees: Degrees, layers: Sequence[_UnitBytes], recomputed: Sequence[str], half: bool
+    config: Config, degrees: Degrees, facts: ModelFacts, stage: int, layers: Sequence[_UnitBytes], half: bool
 ) -> tuple[int, int]:
     """Returns what lives at the peak of experts that the ranks of a tensor group share, as dry runs show it.
 
@@ -280,13 +280,17 @@ def _gathered_experts(
     are more, or fewer, than one of each matrix.
     """
     is_level3 = zero_level(config) == "level3"
-    remakes = not {"block", "mlp"}.isdisjoint(recomputed)
+    remakes = not {"block", "mlp"}.isdisjoint(facts.recomputed(config))
     micro_batches = micro_batches_per_step(config, degrees)
     if micro_batches > 1 and is_level3:
         return max((each.expert_gradients for each in layers), default=0), 0
+    experts = half * sum(each.experts for each in layers)
+    if degrees.pipeline_stage > 1:
+        # What is gathered stays in float32, and each micro-batch under way has copies if it does not make them again.
+        passes = max(sum(counts) // len(counts) for counts, _ in stage_passes(config, degrees, facts, stage))
+        return 0, experts + (not remakes) * (passes - 1) * experts // 2
     if micro_batches > 1:  # MindSpore makes the copies of all micro-batches when it has gathered a matrix
-        copies = (micro_batches - 1 - remakes) * half * sum(each.experts for each in layers) // 2
-        return max((each.largest for each in layers if each.experts), default=0), copies
+        return max((each.largest for each in layers if each.experts), default=0), (micro_batches - 1) * experts // 2
     if not is_level3 or remakes:
         # All gradients wait for the end of the backward pass, when the copies have been freed.
         waiting = sum(each.expert_gradients for each in layers)
