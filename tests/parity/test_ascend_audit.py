@@ -230,6 +230,15 @@ def test_gradients_end_at_frozen_layers() -> None:
     assert audit.layers == (("experts, frozen", 4), ("experts", 1), ("experts", 1))
 
 
+@pytest.mark.parametrize(("top", "recomputes"), [
+    ({"recompute": True}, True), ({"recompute_config": {"select_recompute": ["mlp"]}}, True),
+    ({"recompute_config": {"recompute": []}}, False),
+])  # fmt: skip
+def test_it_says_so_where_operators_run_again(top: dict, recomputes: bool) -> None:
+    limits = list(report._limits(config_of(top=top), True))
+    assert any(text.startswith("recomputation runs") for text in limits) == recomputes
+
+
 def test_weights_of_any_size_are_only_described(monkeypatch: pytest.MonkeyPatch) -> None:
     """70 billion weights: none is allocated. And a package without Ascend libraries says so."""
     monkeypatch.setattr(report, "kernel_sources", lambda operators: None)

@@ -16,6 +16,7 @@ from trainer.audit.graph import Node, export_step, trained_names
 from trainer.config.checks.adapters import vocabulary_device_problems
 from trainer.config.checks.parallel import is_semi_auto, resolve_for_job
 from trainer.config.device_defaults import apply_device_defaults, device_defaults
+from trainer.config.recompute import recomputed_parts
 from trainer.device.settings import device_calls, jit_options
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import LayerSpec, ModelSpec, MoeSpec
@@ -323,7 +324,7 @@ def _limits(config: Config, libraries: bool) -> Iterator[str]:
         " the whole model, one micro-batch and one device"
     )
     yield "types, shapes and gradients are MindSpore's own; numbers, speed and memory are not looked at"
-    if config.recompute_config.recompute or config.recompute_config.select_recompute:
+    if any(recomputed_parts(config)):
         yield "recomputation runs forward operators again: they are counted once"
     if libraries:
         yield (

@@ -30,7 +30,7 @@ from trainer.errors import UserError
 from trainer.models.spec.names import MTP_WEIGHTS
 from trainer.parallel.mesh import divisors
 from trainer.parallel.sharding import shard_range
-from trainer.trace.bounds import coarsest
+from trainer.trace.bounds import UNIT_ROUNDOFFS, coarsest
 from trainer.trace.folder import Trace, layer_of, right_keys
 from trainer.trace.record import Key, Kind, Piece
 from trainer.trace.sketch import Place, Summary, matrix_shape, summarize
@@ -56,7 +56,6 @@ _OUTSIDE = {
 _IN_MODULE = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
 """Parts of modules of multi-token prediction beside their layer, in Megatron-LM -> Hugging Face's."""
 _JOINED = ("linear_qkv", "w_qkv", "linear_fc1", "w_gate_hidden", "qkv_proj", "gate_up_proj")
-_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
 
 
 class _Entry(NamedTuple):
@@ -103,7 +102,7 @@ def read_dump(folder: Path, right: Trace) -> Trace:
     last = max((key.step for key in right.pieces), default=0)
     for number, path in enumerate(_step_folders(folder).values(), start=1):
         if number > last:
-            _leave_out(trace, path.name, f"the right trace ends with step {last}")
+            trace.unmatched.setdefault(path.name, f"the right trace ends with step {last}")
             continue
         ranks = [_read_rank(rank, each, trace) for rank, each in enumerate_ranks(path)]
         try:
@@ -141,20 +140,16 @@ def _read_rank(rank: int, folder: Path, trace: Trace) -> _Rank:
     for text, tensors in data.items():
         match = _ENTRY.fullmatch(text)
         if match is None:
-            _leave_out(trace, text.split(".")[0] + ".*", "an API, not a module")
+            trace.unmatched.setdefault(text.split(".")[0] + ".*", "an API, not a module")
             continue
         if not isinstance(tensors, dict) or tensors.get("is_recompute"):
             continue
         name = module_name(match[1])
         if not name:
-            _leave_out(trace, match[1], "no module of the right trace has this name")
+            trace.unmatched.setdefault(match[1], "no module of the right trace has this name")
             continue
         entries.append(_Entry(name, match[2], int(match[3]), tensors))
     return _Rank(rank, folder, entries)
-
-
-def _leave_out(trace: Trace, name: str, why: str) -> None:
-    trace.unmatched.setdefault(name, why)
 
 
 def module_name(path: str) -> str:
@@ -260,7 +255,7 @@ class _Step:
                     if kind in ("weight", "gradient"):
                         if kind == "gradient" and (max(calls.values(), default=0) or self.replicas > 1):
                             why = "a gradient of one micro-batch of one replica; the right trace has their sum"
-                            _leave_out(self.trace, "parameters_grad.*", why)
+                            self.trace.unmatched.setdefault("parameters_grad.*", why)
                             continue
                         self._add_parameter(rank, kind, name, tensor, tensor_rank)
                     else:
@@ -272,7 +267,7 @@ class _Step:
         if entry.name.startswith("mtp."):
             _, number, *rest = entry.name.split(".")
             if self.first_module is None:
-                _leave_out(self.trace, entry.name, "the right trace has no multi-token prediction")
+                self.trace.unmatched.setdefault(entry.name, "the right trace has no multi-token prediction")
                 return None
             return entry._replace(name=".".join(["model.layers", str(self.first_module + int(number)), *rest]))
         layer = layer_of(entry.name)
@@ -285,14 +280,14 @@ class _Step:
     def _add_parameter(self, rank: _Rank, kind: Kind, name: str, tensor: Mapping[str, Any], tensor_rank: int) -> None:
         key = Key(self.step, kind, name)
         if key not in self.right.pieces:
-            _leave_out(self.trace, name, _why_unknown(name, "no parameter of the right trace has this name"))
+            self.trace.unmatched.setdefault(name, _why_unknown(name, "no parameter of the right trace has this name"))
             return
         full = self.right.pieces[key][0].place.shape
         local = matrix_shape(_shape(tensor) or ())
         rows, columns = (self._range(*sizes, tensor_rank) for sizes in zip(full, local, strict=True))
         place = Place(full, (rows,), columns)
         if place.size != math.prod(local):
-            _leave_out(self.trace, name, f"of shape {list(local)}, where the right one is {list(full)}")
+            self.trace.unmatched.setdefault(name, f"of shape {list(local)}, where the right one is {list(full)}")
             return
         self._add(rank, key, tensor, place)
 
@@ -309,12 +304,12 @@ class _Step:
         width = self.widths.get(name)
         shape = _shape(tensor)
         if width is None or not shape:
-            _leave_out(self.trace, name, _why_unknown(name, "the right trace does not record this output"))
+            self.trace.unmatched.setdefault(name, _why_unknown(name, "the right trace does not record this output"))
             return
         if self.context > 1:
             part = f"1/{self.context} of the tokens of each sequence"
             why = f"context parallelism: a rank has {part}, and the dump does not say which"
-            _leave_out(self.trace, name, why)
+            self.trace.unmatched.setdefault(name, why)
             return
         columns = self._range(width, shape[-1], tensor_rank)
         rows = math.prod(shape[:-1])
@@ -325,7 +320,7 @@ class _Step:
         sequences = self.sequences[order * count : (order + 1) * count]
         if shape[-1] != columns[1] - columns[0] or len(sequences) != count or not count:
             why = f"of shape {list(shape)}, which is no whole micro-batch of sequences of {self.length} tokens"
-            _leave_out(self.trace, name, why)
+            self.trace.unmatched.setdefault(name, why)
             return
         file = self._file(rank, tensor)
         if file is not None and all_rows == rows:
@@ -349,7 +344,7 @@ class _Step:
         else:
             largest, smallest, mean, norm = (_number(tensor.get(name)) for name in ("Max", "Min", "Mean", "Norm"))
             if tensor.get("Norm") is None:
-                _leave_out(self.trace, key.name, "has no statistics")
+                self.trace.unmatched.setdefault(key.name, "has no statistics")
                 return
             summary = Summary(place.size, largest, smallest, mean, norm)
         self.trace.add([Piece(key, rank.rank, place, _dtype(tensor), summary)])
@@ -445,7 +440,10 @@ def _shape(tensor: Mapping[str, Any] | None) -> tuple[int, ...] | None:
 
 
 def _dtype(tensor: Mapping[str, Any]) -> str:
-    return _DTYPES.get(str(tensor.get("dtype", "")).lower().split(".")[-1], "float32")
+    name = str(tensor.get("dtype", "")).lower().split(".")[-1]
+    if name in UNIT_ROUNDOFFS:
+        return name
+    return "float32"
 
 
 def _number(value: Any) -> float:
@@ -489,7 +487,5 @@ def _divided(summary: Summary, factor: float) -> Summary:
     sketch = summary.sketch
     if sketch is not None:
         sketch = sketch / factor
-    return Summary(
-        summary.size, summary.largest / factor, summary.smallest / factor, summary.mean / factor,
-        summary.norm / factor, None, sketch,
-    )  # fmt: skip
+    scaled = {name: getattr(summary, name) / factor for name in ("largest", "smallest", "mean", "norm")}
+    return replace(summary, **scaled, checksum=None, sketch=sketch)

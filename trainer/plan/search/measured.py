@@ -108,12 +108,11 @@ def corrected_rates(search: LayoutSearch, measurements: Sequence[Measurement]) -
 
 def nearest_factors(estimates: Sequence[StepTime], seconds: Sequence[float]) -> Factors:
     """Returns the factors with which the estimates of some runs are nearest to their times."""
-    parts = []
-    for estimate in estimates:
-        sums = [0.0] * len(Factors._fields)
-        for name, value in estimate.classes.items():
-            sums[_GROUPS[name]] += value
-        parts.append(sums)
+    groups = range(len(Factors._fields))
+    parts = [
+        [sum(value for name, value in each.classes.items() if _GROUPS[name] == group) for group in groups]
+        for each in estimates
+    ]
     return Factors(*_nearest_factors(parts, seconds))
 
 
@@ -163,8 +162,9 @@ def _nearest_factors(parts: Sequence[Sequence[float]], seconds: Sequence[float])
 
 
 def _mean_error(estimates: Sequence[StepTime], seconds: Sequence[float]) -> float:
-    errors = [abs(each.seconds / measured - 1) for each, measured in zip(estimates, seconds, strict=True)]
-    return sum(errors) / len(errors)
+    return statistics.fmean(
+        abs(each.seconds / measured - 1) for each, measured in zip(estimates, seconds, strict=True)
+    )
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

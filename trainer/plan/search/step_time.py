@@ -145,8 +145,7 @@ class StepEstimator:
         of_weights = []
         known: dict[object, Seconds] = {}
         for stage, layers in enumerate(self._stage_kinds(config, degrees)):
-            key = Counter(kind for kind, _ in layers), *self._ends_of(degrees, stage)
-            key = tuple(sorted(key[0].items())), *key[1:]
+            key = frozenset(Counter(kind for kind, _ in layers).items()), *self._ends_of(degrees, stage)
             if key not in known:
                 known[key] = self._stage_weights(config, world, degrees, links[stage], stage, layers)
             of_weights.append(known[key])
