@@ -158,17 +158,9 @@ class _UnitBytes(NamedTuple):
 def _unit_bytes(unit: ParameterUnit, layout: _DeviceLayout, kv_heads: int) -> _UnitBytes:
     """Computes the bytes of a unit in a layout."""
     degrees = layout.degrees
-    weights = 0
-    gradients = 0
-    state = 0
+    sums: Counter[str] = Counter()
     matrices = {"attention": 0, "mlp": 0}
-    products = 0
-    trained_products = 0
-    trained = 0
     largest = 0
-    experts = 0
-    expert_gradients = 0
-    expert_sums = 0
     for parameter in unit.parameters:
         spec = parameter.spec
         shape = spec.shape
@@ -182,25 +174,21 @@ def _unit_bytes(unit: ParameterUnit, layout: _DeviceLayout, kv_heads: int) -> _U
             if shares:
                 threshold = layout.threshold
             sizes[shares] = _local_bytes(spec, shape, degrees, layout.is_graph, threshold)
-        weights += sizes[layout.weights]
-        gradients += sizes[layout.sums] * parameter.is_trained
-        state += sizes[layout.state] * parameter.states
-        trained += sizes[False] * parameter.is_trained
-        largest = max(largest, sizes[False] * parameter.is_trained)
-        if len(shape) == 1:
-            continue
-        matrices[sublayer_of(spec.name)] += sizes[False]
-        if spec.name != EMBEDDING:
-            products += sizes[False]
-            trained_products += sizes[False] * parameter.is_trained
-        if _has_copies_in_tensor_group(shape, degrees):
-            experts += sizes[False]
-            expert_gradients += sizes[False] * parameter.is_trained
-            expert_sums += sizes[layout.sums] * parameter.is_trained
-    return _UnitBytes(
-        weights, gradients, state, matrices, products, trained_products, trained, largest, experts, expert_gradients,
-        expert_sums,
-    )  # fmt: skip
+        unsharded = sizes[False]
+        trained = unsharded * parameter.is_trained
+        is_matrix = len(shape) > 1
+        is_product = is_matrix and spec.name != EMBEDDING
+        is_shared = _has_copies_in_tensor_group(shape, degrees)
+        largest = max(largest, trained)
+        if is_matrix:
+            matrices[sublayer_of(spec.name)] += unsharded
+        sums.update(
+            weights=sizes[layout.weights], gradients=sizes[layout.sums] * parameter.is_trained,
+            state=sizes[layout.state] * parameter.states, trained=trained, products=unsharded * is_product,
+            trained_products=trained * is_product, experts=unsharded * is_shared, expert_gradients=trained * is_shared,
+            expert_sums=sizes[layout.sums] * parameter.is_trained * is_shared,
+        )  # fmt: skip
+    return _UnitBytes(matrices=matrices, largest=largest, **sums)
 
 
 def _stage_memory(
