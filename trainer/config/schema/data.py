@@ -167,7 +167,7 @@ class HuggingFaceLoader(_RecordLoader):
     data_files: FilePath | list[FilePath] | dict[str, FilePath | list[FilePath]] | None = setting(
         None, "Files, or for each split its files; names may be patterns such as *.json. Default null: all of path.")
     data_dir: FilePath | None = setting(None, "Folder below path, or the folder of data_files. Default null: path.")
-    handler: list[dict[str, Any]] | dict[str, Any] = setting(
+    handler: list[dict[str, Any]] | dict[str, dict[str, Any] | None] = setting(
         [], "Steps of processing: take and rename_column act, AlpacaInstructDataHandler and PackingHandler are what is "
         "done anyway, others are errors. Default empty.")
 

@@ -123,10 +123,15 @@ def blending_order(weights: Sequence[float], size: int) -> np.ndarray:
     return _furthest_behind(weights, size, [size] * len(weights))
 
 
-def exhaustive_order(sizes: Sequence[int]) -> np.ndarray:
-    """Returns the data set of each place of a blend that reads every sample once: int16 [sum of sizes]."""
-    total = sum(sizes)
-    return _furthest_behind([size / total for size in sizes], total, sizes)
+def proportional_order(counts: Sequence[int], size: int) -> np.ndarray:
+    """Returns the data set of each place of a blend in which no sample is repeated: int16 [size].
+
+    Args:
+        counts: The samples of each data set.
+        size: At most the sum of `counts`.
+    """
+    total = max(sum(counts), 1)
+    return _furthest_behind([count / total for count in counts], size, counts)
 
 
 def _furthest_behind(weights: Sequence[float], size: int, limits: Sequence[int]) -> np.ndarray:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.schema.data import HuggingFaceLoader
-from trainer.errors import UserError
+from trainer.errors import UserError, working_directory
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 _BUILDERS = ("json", "parquet", "arrow")
 """Values of `path` that name a format instead of a folder."""
 _OTHER_BUILDERS = ("csv", "text", "xml", "webdataset", "imagefolder", "audiofolder")
+_RENAMED = ("original_column_name", "new_column_name")
 _DOWNLOAD = "download it (hf download --repo-type dataset NAME --local-dir FOLDER), and set path to the folder"
 
 
@@ -99,7 +99,7 @@ def _data_files(config: Config, section: str) -> list[str]:
         if glob.has_magic(path):
             matches = sorted(glob.glob(os.path.expanduser(path), recursive=True))
         if not matches:
-            fix = f"correct it; relative paths start at {Path.cwd()}"
+            fix = f"correct it; relative paths start at {working_directory()}"
             raise UserError("no file matches it", where=where, key=key, value=name, fix=fix)
         paths.extend(matches)
     return paths
@@ -117,7 +117,7 @@ def _read_handlers(
         where = config.source.where(key) or config.source.where(f"{section}.data_loader.handler")
         if kind == "take" and isinstance(handler.get("n"), int) and handler["n"] > 0:
             limit = min(limit or handler["n"], handler["n"])
-        elif kind == "rename_column" and {"original_column_name", "new_column_name"} <= handler.keys():
+        elif kind == "rename_column" and all(isinstance(handler.get(name), str) for name in _RENAMED):
             columns[handler["new_column_name"]] = handler["original_column_name"]
         elif kind == "AlpacaInstructDataHandler":
             _check_alpaca(config, section, handler, key, where)

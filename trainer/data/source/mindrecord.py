@@ -144,7 +144,8 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
                            for column in schema["schema"].values())
         first_page = int(header["header_size"])
         page_size = int(header["page_size"])
-        shards = tuple(header["shard_addresses"])
+        shards = tuple(map(str, header["shard_addresses"]))
+        tokens = [name for name in arrays if types[name] in ("int32", "int64")]
     except OSError as error:
         raise fail(path.name, f"it cannot be read ({error.strerror or error})", "make it readable") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError):
@@ -155,11 +156,11 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
     try:
         with closing(sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True)) as database:
             rows = np.array(database.execute(_ROWS).fetchall(), np.int64).reshape(-1, 3)
-    except (sqlite3.Error, ValueError) as error:
+        begin = first_page + page_size * rows[:, 0]
+    except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
         raise fail(index.name, f"it is not the index of a MindRecord file ({error})") from None
     if not len(rows):
         raise fail(index.name, "it has no row")
-    begin = first_page + page_size * rows[:, 0]
     data = np.asarray(np.memmap(path, np.uint8, mode="r"))
     file = MindRecordFile(
         path, data, begin + rows[:, 1], begin + rows[:, 2], types, arrays, version >= "3.0" and has_integers, shards
@@ -168,7 +169,7 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
         raise fail(path.name, f"it is truncated: {len(data):,} bytes, and its index says {int(file.ends.max()):,}")
     try:
         for row in file.sample_rows():
-            file.read(row, [name for name in arrays if types[name] in ("int32", "int64")])
+            file.read(row, tokens)
     except UserError as error:
         raise fail(path.name, f"{error.rule}: the .db is of another file, or the file is damaged") from None
     return file

@@ -223,6 +223,8 @@ class _JsonText:
                     raise _BadJson(f"it is longer than {_MAX_RECORD_BYTES >> 20} MiB") from None
                 if not self._read():
                     raise _BadJson(f"it is cut short: {error.msg}") from None
+            except ValueError:  # Python's limit of digits
+                raise _BadJson("it has a number of thousands of digits") from None
 
     def _read(self) -> bool:
         """Reads a chunk; returns False at the end of the file.
@@ -252,8 +254,8 @@ def _columnar_records(source: DataSource, file: SourceFile, read_batches: Callab
         for batch, done_bytes in read_batches(file):
             read_bytes = done_bytes - consumed_bytes
             consumed_bytes = done_bytes
-            names = batch.schema.names
-            nested = [name for name in names if pyarrow.types.is_nested(batch.schema.field(name).type)]
+            batch = _prepare_columns(batch, file)
+            nested = [field.name for field in batch.schema if pyarrow.types.is_nested(field.type)]
             for start in range(0, batch.num_rows, _BATCH_ROWS):
                 for row in _rows(batch.slice(start, _BATCH_ROWS)):
                     number += 1
@@ -265,13 +267,31 @@ def _columnar_records(source: DataSource, file: SourceFile, read_batches: Callab
         rule = f"text must be UTF-8 ({error.reason})"
         fix = "write the file anew with strings in UTF-8"
         raise UserError(rule, where=f"{file.path}: record {number + 1}", fix=fix) from None
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise unreadable_error(file.path, error, source.key, source.where) from None
         reason = str(error).split("\n")[0].rstrip(". ")
         where = f"{file.path}: record {number + 1}"
         rule = f"the {file.path.suffix} file is damaged or cut short ({reason})"
         raise UserError(rule, where=where, fix=f"copy or write {file.path.name} anew, or leave it out") from None
+
+
+def _prepare_columns(batch: Any, file: SourceFile) -> Any:
+    """Replaces dates and times by nulls: no sample has any, and Python cannot hold all of them.
+
+    Raises:
+        UserError: Two columns have the same name.
+    """
+    import pyarrow
+
+    names = batch.schema.names
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"the file has two columns named {name}", where=str(file.path), fix="rename one of them")
+    columns = [
+        pyarrow.nulls(len(column)) if pyarrow.types.is_temporal(column.type) else column for column in batch.columns
+    ]
+    return pyarrow.RecordBatch.from_arrays(columns, names=names)
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any]]:

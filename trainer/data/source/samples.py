@@ -491,12 +491,15 @@ def _message(message: object, key: str, where: str) -> dict[str, Any]:
         raise _wrong(where, f"{key}.{role_name}", theirs, expected, "correct or remove the message")
     role = _ROLES[theirs]
     content = message.get(content_name)
+    written_calls = message.get("tool_calls")
+    if written_calls and not isinstance(written_calls, list):
+        raise _wrong(where, f"{key}.tool_calls", written_calls, "a list of calls", "write [{...}, ...]")
     rest = {name: value for name, value in message.items() if name not in (role_name, content_name)}
     if theirs == "function_call":
         calls = _tool_calls(content, f"{key}.{content_name}", where)
         return {"role": role, "content": None, "tool_calls": calls, **rest}
-    content = _content(content, f"{key}.{content_name}", where, may_be_null=bool(message.get("tool_calls")))
-    if role != "tool" and not message.get("tool_calls") and not (content and content.strip()):
+    content = _content(content, f"{key}.{content_name}", where, may_be_null=bool(written_calls))
+    if role != "tool" and not written_calls and not (content and content.strip()):
         raise _empty(where, f"{key}.{content_name}")
     return {"role": role, "content": content, **rest}
 

@@ -7,6 +7,7 @@ next run reads no text.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -168,4 +169,5 @@ def _write_stamp(stamp_file: Path, name: str) -> None:
         temporary.write_text(name, encoding="ascii")
         os.replace(temporary, stamp_file)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the cache may be no folder
+            temporary.unlink()

@@ -252,7 +252,9 @@ class ChatTemplate:
         """Raises an error if the template silently leaves out a part of the conversation."""
         source = self._compiled[self._kind(tools)].source
         lost = ""
-        if tools and "tools" not in source:
+        if not text:
+            lost = "the whole conversation"
+        elif tools and "tools" not in source:
             lost = "the tools"
         elif "tool_calls" not in source and any(message.get("tool_calls") for message in messages):
             lost = "the calls of tools"

@@ -102,6 +102,18 @@ def test_shares_say_what_each_file_gives_to_an_epoch(tmp_path, files):
     assert first.epoch_passes == pytest.approx(15 / 43, rel=EPOCH_PASSES) and second.epoch_passes > 1
 
 
+@pytest.mark.parametrize("sizes", [[], [4, 0, 0]])
+def test_a_file_without_a_full_sample_gives_none(tmp_path, files, sizes):
+    for name, tokens in (("short", 5), ("long", 100)):
+        write_indexed(tmp_path / name, [np.arange(tokens)], 300)
+    paths = [str(tmp_path / name) for name in ("short", "long")]
+    dataset = dataset_of(tmp_path, files, *paths, loader={"sizes": sizes})
+    assert [share.epoch_sequences for share in dataset.shares] == [0, sizes[0] if sizes else 6]
+    assert dataset.batch(range(dataset.num_sequences)).input_ids.shape == (dataset.num_sequences, 16)
+    with pytest.raises(UserError, match="do not fill one sample of 16 tokens"):
+        dataset_of(tmp_path, files, paths[0], paths[0], loader={"sizes": sizes})
+
+
 def test_an_epoch_is_as_long_as_sizes_or_num_samples_say(tmp_path, files):
     assert dataset_of(tmp_path, files, "1", "a", loader={"sizes": [1000, 0, 0]}).num_sequences == 1000
     assert dataset_of(tmp_path, files, "a", loader={"sizes": [1000, 0, 0], "num_samples": 5}).num_sequences == 5

@@ -253,6 +253,7 @@ def copied(files: Path, folder: Path, suffix: str = "", change=None) -> Path:
         ("", lambda content: content[: (1 << 14) + 40], "tokens.mindrecord: it is truncated: 16,424 bytes"),
         ("", lambda content: content.replace(b'"version":"3.0"', b'"version":"9.0"'), "it has version 9.0"),
         ("", lambda content: content[: 1 << 14] + bytes(len(content) - (1 << 14)), "the .db is of another file"),
+        ("", lambda content: content.replace(b'["input_ids"]', b'["input_idz"]'), "its header is not that of a Mind"),
         (".db", lambda content: b"no database", "tokens.mindrecord.db: it is not the index of a MindRecord file"),
         (".db", lambda content: b"", "tokens.mindrecord.db: it is not the index of a MindRecord file"),
         (".db", lambda content: content[:4096], "tokens.mindrecord.db: it is not the index of a MindRecord file"),

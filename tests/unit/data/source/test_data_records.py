@@ -159,6 +159,7 @@ def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, words):
         (b'[{"text": "a"}, {text: 1}, ' + b" " * 99 + b"]", 2, ["not JSON", "property name"]),
         (b'[{"text": "a"}, {"text": "caf\xe9"}]', 2, ["UTF-8"]),
         (b'[{"text": "a"}, ' + b"[" * 100_000, 2, ["nested too deep"]),
+        (b'[{"text": "a"}, {"id": ' + b"1" * 5000 + b"}]", 2, ["not JSON", "thousands of digits"]),
     ],
 )
 def test_a_bad_array_is_named_with_file_and_record(tmp_path, content, record, words):
@@ -201,6 +202,27 @@ def test_text_that_is_not_utf8_in_a_column_is_named_with_its_record(tmp_path):
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     message = error_of(tmp_path, tmp_path / "a.parquet")
     assert message.startswith(f"{tmp_path / 'a.parquet'}: record 301: ") and "UTF-8" in message
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        pyarrow.array([1_234_567_891], pyarrow.timestamp("ns")),
+        pyarrow.array([10**15], pyarrow.timestamp("s", tz="Europe/Nowhere")),
+        pyarrow.array([10**7], pyarrow.date32()),
+    ],
+)
+def test_times_that_python_cannot_hold_are_null(tmp_path, times):
+    parquet.write_table(pyarrow.table({"text": ["a"], "time": times}), tmp_path / "a.parquet")
+    assert [record.fields for record in read(tmp_path, tmp_path / "a.parquet")] == [{"text": "a", "time": None}]
+
+
+def test_columns_that_cannot_be_read_are_errors(tmp_path):
+    repeated = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    times = pyarrow.array([[1_234_567_891]], pyarrow.list_(pyarrow.timestamp("ns")))
+    for table, rule in ((repeated, "two columns named text"), (pyarrow.table({"times": times}), "Nanosecond")):
+        parquet.write_table(table, tmp_path / "a.parquet")
+        assert rule in error_of(tmp_path, tmp_path / "a.parquet")
 
 
 def test_compression_around_parquet_is_an_error(tmp_path):

@@ -147,6 +147,7 @@ def test_columns_have_the_names_of_the_file():
         ({"messages": [USER, ASSISTANT], "tools": {"a": 1}}, ["tools", "a list of tools"]),
         ({"messages": [USER, {**ASSISTANT, "reasoning_content": "\udc00"}]}, ["surrogate"]),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "\udc00"}]}]}, ["surrogate"]),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": 5}]}, ["messages.1.tool_calls = 5", "a list of calls"]),
         ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, ["conversations.0.value", "JSON"]),
         ({"conversations": [{"from": "function_call", "value": "[1]"}]}, ["conversations.0.value", "a call"]),
     ],

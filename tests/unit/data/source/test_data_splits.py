@@ -238,6 +238,9 @@ def test_handlers_take_records_and_rename_columns(tmp_path):
         ({"path": "json", "data_files": "{hub}/alpaca.json", "split": "train[:10%]"}, ["split = 'train[:10%]'"]),
         ({"path": "{hub}/alpaca.json", "split": "test"}, ["split = 'test'", "read whole"]),
         ({"path": "{hub}", "handler": [{"type": "flatten"}]}, ["handler.0 = 'flatten'", "not built"]),
+        ({"path": "{hub}", "handler": {"take": 5}}, ["handler.take = 5", "must be a section"]),
+        ({"path": "{hub}", "handler": {"rename_column": {"original_column_name": "a", "new_column_name": []}}},
+         ["handler.0 = 'rename_column'", "not built"]),
         ({"path": "{hub}", "handler": {"shuffle": {"seed": 1}}}, ["handler.0 = 'shuffle'", "not built"]),
         ({"path": "{hub}", "handler": [{"type": "PackingHandler", "pack_strategy": "truncate"}]}, ["packing to cut"]),
         (
@@ -248,7 +251,7 @@ def test_handlers_take_records_and_rename_columns(tmp_path):
             ["handler.0.tokenizer = 'q'", "train_dataset.tokenizer"],
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_local_or_not_built_is_an_error(tmp_path, keys, words):
     text = json.dumps(keys).replace("{hub}", str(hub(tmp_path)))
     message = error_of(tmp_path, type="HFDataLoader", **json.loads(text))

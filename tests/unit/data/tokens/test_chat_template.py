@@ -500,6 +500,9 @@ def test_what_a_template_leaves_out_is_an_error(families, tmp_path):
     without_system = with_template(tmp_path, turns)
     with pytest.raises(UserError, match="leaves out the system's message 0"):
         trained(without_system, [{"role": "system", "content": "Be brief."}, *MULTI])
+    nothing = with_template(tmp_path, "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match="leaves out the whole conversation"):
+        trained(nothing, [assistant("b")], train_on="all")
 
 
 def test_turns_that_cannot_be_found_are_an_error_with_the_ways_out(tmp_path):

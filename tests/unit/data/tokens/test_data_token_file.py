@@ -363,12 +363,14 @@ def test_leftovers_of_killed_builds_are_removed_after_an_hour(tmp_path):
 
 
 @pytest.mark.parametrize("in_the_way", ["cache", "parent"])
-def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, in_the_way):
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, in_the_way, settle):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" if in_the_way == "cache" else tmp_path / "file" / "cache"
     cache = cache_of(tmp_path)._replace(path=folder)
+    source = source_of(tmp_path, write_corpus(tmp_path / "corpus"))
+    settle()  # a stamp is written too
     with pytest.raises(UserError, match="run.yaml:5: train_dataset.cache_dir = .*cannot be written") as caught:
-        find_token_file(source_of(tmp_path, write_corpus(tmp_path / "corpus")), ByteTokenizer(), cache)
+        find_token_file(source, ByteTokenizer(), cache)
     assert "set train_dataset.cache_dir" in caught.value.fix
 
 
