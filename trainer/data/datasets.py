@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from trainer.config.checks.problem import data_error
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.data.batches import split
 from trainer.data.batches.batch import AnyBatch, Batch, PairBatch, WeightedBatch
@@ -35,8 +36,6 @@ from trainer.storage.cache_folder import user_cache
 
 if TYPE_CHECKING:
     from trainer.config import Config
-
-_VOCAB_KEY = "model.model_config.vocab_size"
 
 
 def build_datasets(
@@ -278,12 +277,10 @@ def _blend(
         if not share.sequences:
             rule = f"the source does not fill one sequence of {blended.seq_length} tokens"
             fix = "remove it, or set a smaller model.model_config.seq_length"
-            raise UserError(rule, where=config.source.where(f"{key}.path"), key=key, value=share.name, fix=fix)
+            raise data_error(config, f"{key}.path", rule, fix)
         if section == TRAIN and not share.epoch_sequences:
             rule = f"this weight gives {share.name} none of the {blended.num_sequences} sequences of an epoch"
-            key = f"{key}.weight"
-            fix = "raise it, or remove the source"
-            raise UserError(rule, where=config.source.where(key), key=key, value=share.weight, fix=fix)
+            raise data_error(config, f"{key}.weight", rule, "raise it, or remove the source")
     held_out = [data for _, data in built if data is not None]
     if not held_out:
         return blended, None
@@ -302,9 +299,8 @@ def _truncate_or_drop(
 
     def fail(rule: str, fix: str) -> UserError:
         """Makes the error for the key `overlong`."""
-        key = f"{section}.overlong"
         fix = f"set it to {fix}, or a larger model.model_config.seq_length"
-        return UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
+        return data_error(config, f"{section}.overlong", rule, fix)
 
     if loss is not None and overlong == "truncate" and is_long.any():
         both = ""
@@ -335,10 +331,9 @@ def _hold_out(
     """Splits the documents of ``train_dataset`` into (training, held out)."""
     fraction = config.train_dataset.held_out
     if packing != "cut" and len(documents.lengths) < 2:
-        key = f"{TRAIN}.held_out"
         rule = "samples are not divided, and there is only one"
         fix = f"remove it, use more data, or set {TRAIN}.packing to cut"
-        raise UserError(rule, where=config.source.where(key), key=key, value=fraction, fix=fix)
+        raise data_error(config, f"{TRAIN}.held_out", rule, fix)
     train, held_out = split.hold_out(documents, fraction, config.seed)
     held_out_tokens = int(held_out.lengths.sum())
     actual = held_out_tokens / (held_out_tokens + int(train.lengths.sum()))
@@ -354,9 +349,8 @@ def _synthetic(config: Config, section: str) -> tuple[SequenceDataset, SequenceD
     held_out_size = 0
     if size is None:
         key = f"{section}.data_loader.num_samples"
-        where = config.source.where(f"{section}.data_loader.type")
         fix = f"set {key} to the number of sequences of an epoch"
-        raise UserError("SyntheticDataset needs a number of sequences", where=where, key=key, value=None, fix=fix)
+        raise data_error(config, key, "SyntheticDataset needs a number of sequences", fix)
     if section == TRAIN and settings.held_out and size > 1:
         held_out_size = min(max(round(settings.held_out * size), 1), size - 1)
     size -= held_out_size
@@ -410,12 +404,9 @@ def find_tokenizer(config: Config, section: str) -> Tokenizer:
     tokenizer = load_tokenizer(config, section)
     if config.run_mode == "eval" or tokenizer.fingerprint == load_tokenizer(config, TRAIN).fingerprint:
         return tokenizer
-    key = "eval_dataset.tokenizer"
     rule = "a model must be evaluated with the tokenizer of its training, and train_dataset.tokenizer is another one"
     fix = "leave eval_dataset.tokenizer out, which then is train_dataset.tokenizer"
-    where = config.source.where(f"{key}.type")
-    value = getattr(config, section).tokenizer.path
-    raise UserError(rule, where=where, key=key, value=value, fix=fix)
+    raise data_error(config, "eval_dataset.tokenizer.path", rule, fix)
 
 
 def _check_vocabulary(config: Config, what: str, tokens: int) -> None:
@@ -424,7 +415,7 @@ def _check_vocabulary(config: Config, what: str, tokens: int) -> None:
     if tokens > vocab_size:
         rule = f"{what}, beyond the model's vocabulary of {vocab_size}"
         fix = f"set it to at least {tokens}, or use the model's own tokenizer"
-        raise UserError(rule, where=config.source.where(_VOCAB_KEY), key=_VOCAB_KEY, value=vocab_size, fix=fix)
+        raise data_error(config, "model.model_config.vocab_size", rule, fix)
 
 
 def _check_sizes(config: Config, section: str, dataset: SequenceDataset) -> None:
@@ -434,11 +425,10 @@ def _check_sizes(config: Config, section: str, dataset: SequenceDataset) -> None
     num_sequences = dataset.num_sequences
     is_cut = dataset.packing is not None and dataset.packing.packing == "cut"
     if is_cut and dataset.num_tokens <= seq_length:
-        key = "model.model_config.seq_length"
         needed = f"a sequence takes {seq_length + 1} tokens (one more for the last label)"
         rule = f"{needed}, and {section} has {dataset.num_tokens}"
         fix = f"set it to at most {max(dataset.num_tokens - 1, 1)}, or use more data"
-        raise UserError(rule, where=config.source.where(key), key=key, value=seq_length, fix=fix)
+        raise data_error(config, "model.model_config.seq_length", rule, fix)
     size = batch_size(config, section)
     if settings.drop_remainder and num_sequences < size:
         key = "runner_config.batch_size"
@@ -446,4 +436,4 @@ def _check_sizes(config: Config, section: str, dataset: SequenceDataset) -> None
             key = f"{EVAL}.batch_size"
         rule = f"{section} has {num_sequences} {config.network.sequences_text}, fewer than one batch"
         fix = f"set it to at most {num_sequences}, or {section}.drop_remainder to false, or use more data"
-        raise UserError(rule, where=config.source.where(key), key=key, value=size, fix=fix)
+        raise data_error(config, key, rule, fix)

@@ -372,7 +372,7 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
     [
         (
             SMALL.replace("type: TextDataset, dataset_dir: stdlib", "type: SyntheticDataset"), 1,
-            ["a.yaml:5: train_dataset.dataloader.num_samples = null: ", "set train_dataset.dataloader.num_samples to"],
+            ["a.yaml:5: train_dataset.dataloader.num_samples: ", "set train_dataset.dataloader.num_samples to"],
         ),
         (
             SMALL.replace("steps: 6", "steps: 6, deterministic: True") + "parallelism: {data_parallel_shard: -1}\n", 1,

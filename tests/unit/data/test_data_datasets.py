@@ -134,7 +134,7 @@ def test_evaluation_uses_the_tokenizer_of_training(tmp_path):
         evaluation = build_datasets(make_config(tmp_path, corpus_of(tmp_path), eval_dataset=section, **arguments))[1]
         assert evaluation.num_tokens < 200
     section = {**data, "tokenizer": {"type": "huggingface", "path": str(other)}}
-    with pytest.raises(UserError, match="eval_dataset.tokenizer = .*train_dataset.tokenizer is another one") as caught:
+    with pytest.raises(UserError, match="eval_dataset.tokenizer.path = .*train_dataset.tokenizer is another") as caught:
         build_datasets(make_config(tmp_path, corpus_of(tmp_path), eval_dataset=section, **arguments))
     assert "run.yaml:" in str(caught.value)
 
@@ -257,7 +257,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_an_error_whatever_the_text_us
 
 def test_synthetic_data_needs_a_size(tmp_path):
     config = make_config(tmp_path, loader={"type": "SyntheticDataset"})
-    message = refusal(config, "train_dataset.data_loader.num_samples = null: SyntheticDataset needs a number")
+    message = refusal(config, "train_dataset.data_loader.num_samples: SyntheticDataset needs a number")
     assert line_of(tmp_path, "SyntheticDataset") in message
 
 

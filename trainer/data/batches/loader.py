@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.config.checks.problem import data_error
 from trainer.data.batches.batch import AnyBatch, PairBatch, concatenate
 from trainer.data.batches.blend import BlendedDataset
 from trainer.data.batches.packing import SequenceDataset
 from trainer.data.datasets import batch_size, build_datasets, build_eval_dataset
 from trainer.data.rng import Stream, random_order
+from trainer.data.tokens.token_file import Progress
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
-Progress = Callable[[int, int], None]
 DataParallelRank = tuple[int, int]
 """The data-parallel rank of this process, and the number of data-parallel ranks."""
 
@@ -94,11 +95,10 @@ def _loader(
         batch = f"batch_size {size}"
         if ranks[1] > 1:
             batch += f" x {ranks[1]} ranks"
-        key = "runner_config.batch_size"
         fix = f"set a smaller one, or {section}.drop_remainder to false"
         count = f"{dataset.num_sequences:,} {config.network.sequences_text}"
         rule = f"the data set has {count}, fewer than one global batch ({batch})"
-        raise UserError(rule, where=config.source.where(key), key=key, value=size, fix=fix)
+        raise data_error(config, "runner_config.batch_size", rule, fix)
     return BatchLoader(
         dataset,
         batch_size=size,

@@ -93,10 +93,10 @@ class SampleOrder:
             state.shuffle(part)
         self.samples = np.concatenate(parts)
 
-    def read(self, numbers_B: np.ndarray, pad: int) -> np.ndarray:
+    def read(self, samples_B: np.ndarray, pad: int) -> np.ndarray:
         """Reads the tokens of samples: int64 [B, T + extra], filled up with `pad`."""
         size = self.seq_length + self.extra
-        starts_B = self.samples[numbers_B] * self.seq_length
+        starts_B = self.samples[samples_B] * self.seq_length
         ends_B = np.minimum(starts_B + size, self._offsets[-1])
         first_B = np.searchsorted(self._offsets, starts_B, side="right") - 1
         counts_B = np.searchsorted(self._offsets, ends_B, side="left") - first_B
@@ -105,7 +105,7 @@ class SampleOrder:
         lengths_P = np.minimum(self._offsets[place_P + 1], np.repeat(ends_B, counts_B)) - begin_P
         first_P = self.indexed.starts[self.documents[place_P]] + begin_P - self._offsets[place_P]
         tokens_N = self.indexed.tokens[np.repeat(first_P, lengths_P) + index_within_groups(lengths_P)]
-        tokens_BS = np.full((len(numbers_B), size), pad, np.int64)
+        tokens_BS = np.full((len(samples_B), size), pad, np.int64)
         tokens_BS[np.arange(size) < (ends_B - starts_B)[:, None]] = tokens_N
         return tokens_BS
 
@@ -177,12 +177,12 @@ class MegatronDataset(SequenceDataset):
         if source_of_sequence is None:
             source_of_sequence = np.zeros(num_sequences, np.int16)
         self._sources = source_of_sequence[:num_sequences]
-        self._numbers = np.empty(num_sequences, np.int64)
+        self._sample_of_sequence = np.empty(num_sequences, np.int64)
         counts = []
         for number in range(len(parts)):
             is_from_file = self._sources == number
             counts.append(int(is_from_file.sum()))
-            self._numbers[is_from_file] = np.arange(counts[-1])
+            self._sample_of_sequence[is_from_file] = np.arange(counts[-1])
         share_weights: Sequence[float | None] = [None] * len(parts)
         if weights is not None:
             share_weights = weights
@@ -228,8 +228,8 @@ class MegatronDataset(SequenceDataset):
         for number in np.unique(sources_B).tolist():
             is_from_file_B = sources_B == number
             part = self._parts[number]
-            numbers = self._numbers[indices_B[is_from_file_B]]
-            text_BS[is_from_file_B, : seq_length + part.extra] = part.read(numbers, masking.pad)
+            samples = self._sample_of_sequence[indices_B[is_from_file_B]]
+            text_BS[is_from_file_B, : seq_length + part.extra] = part.read(samples, masking.pad)
         tokens_BT = text_BS[:, :-1]
         labels_BT = text_BS[:, 1:]
         has_loss_BT = labels_BT != masking.pad

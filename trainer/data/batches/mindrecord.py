@@ -55,17 +55,17 @@ class MindRecordDataset(SequenceDataset):
         rows: The numbers of the rows that belong to the data set, int64 [sequences].
     """
 
-    def __init__(self, files: Sequence[MindRecordFile], reading: RowFormat, rows: np.ndarray) -> None:
+    def __init__(self, files: Sequence[MindRecordFile], row_format: RowFormat, rows: np.ndarray) -> None:
         self._files = tuple(files)
-        self._reading = reading
+        self._format = row_format
         self._rows = rows
         self._starts = np.cumsum([0, *(len(file.starts) for file in files)])
         self.num_sequences = self.num_documents = len(rows)
-        self.seq_length = reading.seq_length
+        self.seq_length = row_format.seq_length
         self.num_tokens = self.num_sequences * self.seq_length
-        self.max_token_id = reading.vocab_size - 1  # `batch` checks it
+        self.max_token_id = row_format.vocab_size - 1  # `batch` checks it
         # The name that the class had when the first data sets were hashed.
-        described = repr(reading).replace("RowFormat", "Reading", 1)
+        described = repr(row_format).replace("RowFormat", "Reading", 1)
         digest = hashlib.sha256(f"{described} ".encode() + rows.tobytes())
         for file in files:
             for part in file.sample_bytes():
@@ -81,27 +81,27 @@ class MindRecordDataset(SequenceDataset):
         Raises:
             RunError: A row is damaged, has another length, or contains a token beyond the vocabulary.
         """
-        reading = self._reading
+        row_format = self._format
         rows_B = self._rows[checked_indices(indices, self.num_sequences)]
         read = [self._read(row) for row in rows_B.tolist()]
-        columns = {role: np.stack([row[number] for row in read]) for number, role in enumerate(reading.columns)}
-        tokens_BT = columns[_TOKENS][:, : reading.seq_length]
-        labels_BT = columns.get(_LABELS, columns[_TOKENS])[:, -reading.seq_length :]
+        columns = {role: np.stack([row[number] for row in read]) for number, role in enumerate(row_format.columns)}
+        tokens_BT = columns[_TOKENS][:, : row_format.seq_length]
+        labels_BT = columns.get(_LABELS, columns[_TOKENS])[:, -row_format.seq_length :]
         has_loss_BT = labels_BT != IGNORE_INDEX
-        if reading.pad is not None:
-            has_loss_BT &= tokens_BT != reading.pad
+        if row_format.pad is not None:
+            has_loss_BT &= tokens_BT != row_format.pad
         if _LOSS_MASK in columns:
-            has_loss_BT &= columns[_LOSS_MASK][:, -reading.seq_length :] != 0
-        positions_BT = np.broadcast_to(np.arange(reading.seq_length), tokens_BT.shape)
+            has_loss_BT &= columns[_LOSS_MASK][:, -row_format.seq_length :] != 0
+        positions_BT = np.broadcast_to(np.arange(row_format.seq_length), tokens_BT.shape)
         segments_BT = np.zeros(tokens_BT.shape, np.int64)
-        if reading.eod is not None:
-            positions_BT, segments_BT = document_positions(tokens_BT, reading.eod)
+        if row_format.eod is not None:
+            positions_BT, segments_BT = document_positions(tokens_BT, row_format.eod)
         if _POSITIONS in columns:
-            positions_BT = columns[_POSITIONS][:, : reading.seq_length]
+            positions_BT = columns[_POSITIONS][:, : row_format.seq_length]
         mask_BT = None
         if _MASK in columns:
-            mask_BT = columns[_MASK][:, : reading.seq_length]
-        if mask_BT is not None and reading.mask_is_starts:
+            mask_BT = columns[_MASK][:, : row_format.seq_length]
+        if mask_BT is not None and row_format.mask_is_starts:
             segments_BT[:, 1:] += np.cumsum(mask_BT[:, 1:] != mask_BT[:, :-1], axis=1)
         elif mask_BT is not None:
             is_padding_BT = mask_BT == 0
@@ -110,13 +110,13 @@ class MindRecordDataset(SequenceDataset):
             tokens_BT = np.where(is_padding_BT, 0, tokens_BT)
         labels_BT = np.where(has_loss_BT, labels_BT, IGNORE_INDEX)
         for array_BT in (tokens_BT, np.where(has_loss_BT, labels_BT, 0)):
-            wrong_BT = (array_BT < 0) | (array_BT >= reading.vocab_size)
+            wrong_BT = (array_BT < 0) | (array_BT >= row_format.vocab_size)
             if wrong_BT.any():
                 row, place = np.argwhere(wrong_BT)[0]
                 file, number = self._place(rows_B[row])
                 rule = f"row {number} contains token id {array_BT[row, place]}, but the model's vocabulary has "
                 fix = "set model.model_config.vocab_size to that of the tokenizer that made the file"
-                raise RunError(f"{rule}{reading.vocab_size}", where=str(file.path), fix=fix)
+                raise RunError(f"{rule}{row_format.vocab_size}", where=str(file.path), fix=fix)
         arrays = (tokens_BT, labels_BT, positions_BT, segments_BT)
         return Batch(*(np.ascontiguousarray(array, np.int32) for array in arrays))
 
@@ -127,19 +127,19 @@ class MindRecordDataset(SequenceDataset):
 
     def _read(self, row: int) -> list[np.ndarray]:
         file, number = self._place(row)
-        reading = self._reading
-        arrays = file.read(number, list(reading.columns.values()))
-        for (role, name), array in zip(reading.columns.items(), arrays, strict=True):
-            allowed = (reading.seq_length, reading.width)
+        row_format = self._format
+        arrays = file.read(number, list(row_format.columns.values()))
+        for (role, name), array in zip(row_format.columns.items(), arrays, strict=True):
+            allowed = (row_format.seq_length, row_format.width)
             if role in (_TOKENS, _LABELS):
-                allowed = (reading.width,)
+                allowed = (row_format.width,)
             rule = ""
             if len(array) not in allowed:
-                rule = f"row {number} has {len(array)} numbers in {name}, other rows {reading.width}"
+                rule = f"row {number} has {len(array)} elements in {name}, other rows {row_format.width}"
             elif role == _POSITIONS and (array.min() < 0 or array.max() >= len(array)):
                 rule = f"{name} of row {number} has positions beyond its {len(array)} tokens"
-            elif role == _MASK and not reading.mask_is_starts and not np.isin(array, (0, 1)).all():
-                rule = f"{name} of row {number} has other numbers than 0 and 1"
+            elif role == _MASK and not row_format.mask_is_starts and not np.isin(array, (0, 1)).all():
+                rule = f"{name} of row {number} has other values than 0 and 1"
             if rule:
                 fix = "make the file again; a mask of where documents begin needs model_config.eod_reset: true"
                 raise RunError(rule, where=str(file.path), fix=fix)
@@ -164,7 +164,7 @@ def build_mindrecord(config: Config, section: str) -> tuple[MindRecordDataset, M
         eod = _eod(config, section)
     width = _width(config, files[0], columns)
     sizes = config.decoder
-    reading = RowFormat(columns, sizes.seq_length, sizes.vocab_size, sizes.pad_token_id, eod, sizes.eod_reset, width)
+    row_format = RowFormat(columns, sizes.seq_length, sizes.vocab_size, sizes.pad_token_id, eod, sizes.eod_reset, width)
     total = sum(len(file.starts) for file in files)
     rows = np.arange(total)
     held_out = None
@@ -173,9 +173,9 @@ def build_mindrecord(config: Config, section: str) -> tuple[MindRecordDataset, M
             raise data_error(config, f"{section}.held_out", "the files have only one row", "remove it")
         train, evaluated = hold_out(DocumentSpans(rows, np.ones(total, np.int64)), settings.held_out, config.seed)
         rows = train.starts
-        held_out = MindRecordDataset(files, reading, evaluated.starts)
-    dataset = MindRecordDataset(files, reading, rows[: settings.data_loader.num_samples])
-    _check_rows(location, dataset, files[0], reading)
+        held_out = MindRecordDataset(files, row_format, evaluated.starts)
+    dataset = MindRecordDataset(files, row_format, rows[: settings.data_loader.num_samples])
+    _check_rows(location, dataset, files[0], row_format)
     return dataset, held_out
 
 
@@ -281,7 +281,7 @@ def _width(config: Config, file: MindRecordFile, columns: dict[str, str]) -> int
     raise data_error(config, key, rule, fix)
 
 
-def _check_rows(location: Location, dataset: MindRecordDataset, file: MindRecordFile, reading: RowFormat) -> None:
+def _check_rows(location: Location, dataset: MindRecordDataset, file: MindRecordFile, row_format: RowFormat) -> None:
     """Reads some rows as a run does, and raises an error if the labels are not shifted."""
     last = dataset.num_sequences - 1
     try:
@@ -289,8 +289,8 @@ def _check_rows(location: Location, dataset: MindRecordDataset, file: MindRecord
     except RunError as error:
         raise UserError(error.rule, where=location.where, key=location.key, value=error.where, fix=error.fix) from None
     same = (batch.labels == batch.input_ids) | (batch.labels == IGNORE_INDEX)
-    length = reading.seq_length
-    if reading.width == length > 1 and same.all() and (batch.labels != IGNORE_INDEX).any():
+    length = row_format.seq_length
+    if row_format.width == length > 1 and same.all() and (batch.labels != IGNORE_INDEX).any():
         rule = f"the labels in {file.path.name} are the input tokens themselves, not the next ones"
         fix = f"make rows of {length + 1} tokens, whose labels are shifted here, or shift the labels"
         raise UserError(rule, where=location.where, key=location.key, value=str(file.path), fix=fix)

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.checks.problem import data_error
 from trainer.config.schema.data import AdGenLoader, HuggingFaceLoader, SftLoader
 from trainer.data.source import files
 from trainer.data.source.files import RECORDS, STDLIB, TEXT, DataSource, describe_file, matching_files, suffix_of
 from trainer.data.source.huggingface import Request, read_request
 from trainer.data.source.splits import choose_split, named_splits, saved_splits, split_of
-from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -35,20 +35,18 @@ def find_sources(config: Config, section: str) -> tuple[tuple[DataSource, float]
     if isinstance(loader, HuggingFaceLoader):
         return ((_record_source(config, section, read_request(config, section)), 1.0),)
     key = f"{prefix}.dataset_dir"
-    where = config.source.where(key)
     if loader.sources and loader.dataset_dir:
         rule = "a data set has either one dataset_dir or several sources, and both are set"
         fix = "remove one; dataset_dir may become another item of sources"
-        raise UserError(rule, where=where, key=key, value=loader.dataset_dir, fix=fix)
+        raise data_error(config, key, rule, fix)
     if loader.sources:
         items = [(f"{prefix}.sources.{number}.path", item) for number, item in enumerate(loader.sources)]
         return tuple((_source(config, section, item.path, key), item.weight) for key, item in items)
     if not loader.dataset_dir:
-        where = where or config.source.where(f"{prefix}.type")
         fix = "set dataset_dir"
         if loader.type == "TextDataset":
             fix += f", for example to {STDLIB}"
-        raise UserError(f"{loader.type} needs a file or a folder", where=where, key=key, value="", fix=fix)
+        raise data_error(config, key, f"{loader.type} needs a file or a folder", fix)
     return ((_source(config, section, loader.dataset_dir, key), 1.0),)
 
 
@@ -63,8 +61,7 @@ def _source(config: Config, section: str, name: str, key: str) -> DataSource:
     root = Path(os.path.expanduser(name))
     if suffix_of(root)[0] in _RECORD_SUFFIXES and not root.is_dir():
         fix = f"set {section}.data_loader.type to JsonlDataset"
-        raise UserError("the file holds records, and a TextDataset takes it for text", where=where, key=key, value=name,
-                        fix=fix)
+        raise data_error(config, key, "the file holds records, and a TextDataset takes it for text", fix)
     paths = [root]
     if os.path.isdir(root):
         paths = matching_files(root, loader.patterns, key, where)
@@ -96,10 +93,8 @@ def _check_split(config: Config, section: str, paths: list[Path]) -> None:
     """Refuses `split` if the names of single files tell another split; a name that tells no split means train."""
     split = getattr(config, section).data_loader.split
     if split and any(split_of(Path(path.name)) != split for path in paths):
-        key = f"{section}.data_loader.split"
         rule = "single files are read whole, and their names say another split"
-        fix = "leave it out, or name a folder"
-        raise UserError(rule, where=config.source.where(key), key=key, value=split, fix=fix)
+        raise data_error(config, f"{section}.data_loader.split", rule, "leave it out, or name a folder")
 
 
 def _files_of_split(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.config.checks.problem import data_error
 from trainer.config.schema.data import HuggingFaceLoader
 from trainer.errors import UserError, working_directory
 
@@ -49,15 +50,14 @@ def _find_paths(config: Config, section: str, loader: HuggingFaceLoader) -> tupl
     if loader.dataset_dir:
         return loader.dataset_dir, f"{prefix}.dataset_dir", [loader.dataset_dir]
     key = f"{prefix}.path"
-    where = config.source.where(key) or config.source.where(f"{prefix}.type")
     if loader.path in _OTHER_BUILDERS:
         fix = "convert the data to JSON lines or parquet, or use TextDataset for plain text"
-        raise UserError(f"{loader.path} files cannot be read", where=where, key=key, value=loader.path, fix=fix)
+        raise data_error(config, key, f"{loader.path} files cannot be read", fix)
     if loader.data_files is not None:
         return str(loader.data_files), f"{prefix}.data_files", _data_files(config, section)
     if not loader.path or (loader.path in _BUILDERS and not loader.data_dir):
         fix = "set path to a folder or a file, or data_files to the files"
-        raise UserError(f"{loader.type} needs a file or a folder", where=where, key=key, value=loader.path, fix=fix)
+        raise data_error(config, key, f"{loader.type} needs a file or a folder", fix)
     name = loader.path
     if loader.data_dir:
         name = os.path.join(loader.path, loader.data_dir)
@@ -65,7 +65,7 @@ def _find_paths(config: Config, section: str, loader: HuggingFaceLoader) -> tupl
             name = loader.data_dir
     if not os.path.exists(os.path.expanduser(name)):
         rule = "there is no such file or folder, and nothing is downloaded while a run starts"
-        raise UserError(rule, where=where, key=key, value=name, fix=_DOWNLOAD)
+        raise data_error(config, key, rule, _DOWNLOAD)
     return name, key, [name]
 
 
@@ -73,7 +73,6 @@ def _data_files(config: Config, section: str) -> list[str]:
     """Returns the files of `data_files`: a name, a list of names, or either for each split; names may be patterns."""
     loader = getattr(config, section).data_loader
     key = f"{section}.data_loader.data_files"
-    where = config.source.where(key)
     names = loader.data_files
     if isinstance(names, dict):
         usual = "test"
@@ -84,8 +83,7 @@ def _data_files(config: Config, section: str) -> list[str]:
         split = loader.split or usual
         if split not in names:
             rule = f"it names no files for the split {split}"
-            fix = f"set {section}.data_loader.split"
-            raise UserError(rule, where=where, key=key, value=sorted(names), fix=fix)
+            raise data_error(config, key, rule, f"set {section}.data_loader.split")
         names = names[split]
     folder = loader.data_dir or ""
     if not folder and loader.path not in _BUILDERS:
@@ -100,7 +98,7 @@ def _data_files(config: Config, section: str) -> list[str]:
             matches = sorted(glob.glob(os.path.expanduser(path), recursive=True))
         if not matches:
             fix = f"correct it; relative paths start at {working_directory()}"
-            raise UserError("no file matches it", where=where, key=key, value=name, fix=fix)
+            raise data_error(config, key, f"no file matches {name}", fix)
         paths.extend(matches)
     return paths
 

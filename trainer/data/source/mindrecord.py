@@ -47,7 +47,7 @@ class MindRecordFile:
     shards: tuple[str, ...]  # the names of all files that were written together
 
     def read(self, row: int, columns: Sequence[str]) -> list[np.ndarray]:
-        """Reads the arrays of integers in these columns of a row: int64 [numbers] each.
+        """Reads the arrays of integers in these columns of a row: int64 [elements] each.
 
         Raises:
             UserError: The row is damaged.
@@ -92,7 +92,7 @@ class MindRecordFile:
 
 
 def _decompress(part: bytes) -> np.ndarray:
-    """Decompresses the integers of an array: int64 [numbers]."""
+    """Decompresses the integers of an array: int64 [elements]."""
     content = np.frombuffer(part, np.uint8)
     count = int.from_bytes(part[:4], "big")
     first = 4 + (count + 3) // 4

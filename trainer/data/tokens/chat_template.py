@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.config.checks.problem import data_error
 from trainer.data.tokens import loss_spans
 from trainer.data.tokens.loss_spans import Spans, TurnFormat
 from trainer.data.tokens.tokenizer import Tokenizer
@@ -289,11 +290,10 @@ def load_chat_template(config: Config, section: str, tokenizer: Tokenizer) -> Ch
     """
     template = _build(_find(config, section, tokenizer), tokenizer)
     vocab_size = config.decoder.vocab_size
-    key = "model.model_config.vocab_size"
     if template.turn_end_id is not None and template.turn_end_id >= vocab_size:
         rule = f"the chat template ends turns with {template.turn_end!r}, whose id {template.turn_end_id} is beyond it"
         fix = f"set it to at least {template.turn_end_id + 1}, or use another tokenizer or template"
-        raise UserError(rule, where=config.source.where(key), key=key, value=vocab_size, fix=fix)
+        raise data_error(config, "model.model_config.vocab_size", rule, fix)
     return template
 
 

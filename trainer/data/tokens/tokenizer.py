@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from trainer.config.checks.problem import data_error
 from trainer.data.tokens.tokenizer_files import EndTokens, TokenizerConfigFile, TokenizerJson, read_beside
 from trainer.errors import UserError
 from trainer.storage.json_files import parse_json
@@ -121,7 +122,7 @@ def load_tokenizer(config: Config, section: str = "train_dataset") -> Tokenizer:
         key = "model.model_config.eos_token_id"
         fix = f"leave it out, or set it to {_BYTES_EOS_ID}"
         rule = f"the tokenizer `bytes` ends a document with id {_BYTES_EOS_ID}"
-        raise UserError(rule, where=config.source.where(key), key=key, value=ids[0], fix=fix)
+        raise data_error(config, key, rule, fix)
     return ByteTokenizer()
 
 
@@ -377,10 +378,8 @@ class _DiffStream:
 def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokenizer:
     where = config.source.where(key)
     if not name:
-        where = where or config.source.where(key.removesuffix("path") + "type")
         fix = "set tokenizer.path to the file or its folder, or tokenizer.type to bytes"
-        rule = "the tokenizer `huggingface` needs a tokenizer.json"
-        raise UserError(rule, where=where, key=key, value=name, fix=fix)
+        raise data_error(config, key, "the tokenizer `huggingface` needs a tokenizer.json", fix)
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):
         path = path / "tokenizer.json"
@@ -499,7 +498,6 @@ def _find_bos(config: Config, tokenizer: tokenizers.Tokenizer, described: Mappin
 def _check_vocabulary(config: Config, tokenizer: tokenizers.Tokenizer, ids: Iterable[int]) -> None:
     """Checks that the tokens of every document are within the model's vocabulary."""
     vocab_size = config.decoder.vocab_size
-    key = "model.model_config.vocab_size"
     for token_id in ids:
         if token_id >= vocab_size:
             tokens = _largest_id(tokenizer) + 1
@@ -507,4 +505,4 @@ def _check_vocabulary(config: Config, tokenizer: tokenizers.Tokenizer, ids: Iter
             rule = f"the tokenizer has {tokens} tokens, beyond the model's vocabulary of {vocab_size}"
             rule += f": a document needs {token!r}, whose id is {token_id}"
             fix = f"set it to at least {tokens}, or use the model's own tokenizer"
-            raise UserError(rule, where=config.source.where(key), key=key, value=vocab_size, fix=fix)
+            raise data_error(config, "model.model_config.vocab_size", rule, fix)

@@ -157,7 +157,7 @@ def test_a_mask_may_say_where_documents_begin(tmp_path, files):
     batch = batch_of(tmp_path, files / "starts.mindrecord", model={"eod_reset": True})
     assert (batch.segment_ids == [0, 0, 0, 1, 1, 2, 2, 2]).all() and (batch.positions == np.arange(T)).all()
     assert np.array_equal(batch.labels, LONG["input_ids"][:, 1:])
-    with pytest.raises(UserError, match="attention_mask of row 0 has other numbers than 0 and 1"):
+    with pytest.raises(UserError, match="attention_mask of row 0 has other values than 0 and 1"):
         batch_of(tmp_path, files / "starts.mindrecord")
 
 
@@ -323,7 +323,7 @@ def test_a_row_of_another_length_ends_the_run(tmp_path):
     rows = [{"input_ids": np.arange(T + 1 - (row == 77), dtype=np.int32)} for row in range(200)]
     path = write_file(tmp_path / "a.mindrecord", {"input_ids": "int32"}, rows)
     dataset, _ = build_datasets(config_of(tmp_path, path))
-    with pytest.raises(RunError, match=r"a\.mindrecord: row 77 has 8 numbers in input_ids, other rows 9"):
+    with pytest.raises(RunError, match=r"a\.mindrecord: row 77 has 8 elements in input_ids, other rows 9"):
         dataset.batch([76, 77])
 
 
