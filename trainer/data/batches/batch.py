@@ -145,6 +145,18 @@ def select_documents(batch: Batches, place: int) -> Batches:
     return cast("Batches", selection)
 
 
+def find_unknown_token(
+    tokens_BT: np.ndarray, labels_BT: np.ndarray, has_loss_BT: np.ndarray, vocab_size: int
+) -> tuple[int, int] | None:
+    """Finds a token, or a label with loss, that is not in the vocabulary: its sequence and its id; None without any."""
+    for array_BT in (tokens_BT, np.where(has_loss_BT, labels_BT, 0)):
+        is_unknown_BT = (array_BT < 0) | (array_BT >= vocab_size)
+        if is_unknown_BT.any():
+            sequence, place = np.argwhere(is_unknown_BT)[0]
+            return int(sequence), int(array_BT[sequence, place])
+    return None
+
+
 def document_positions(tokens_BT: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns positions and segments of sequences whose documents end with the token `eod`: int64 [B, T] each."""
     is_eod_BT = tokens_BT == eod

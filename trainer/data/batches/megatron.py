@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, find_unknown_token
 from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.packing import (
     DocumentCounts,
@@ -116,26 +116,16 @@ def _shuffled_documents(documents: tuple[int, int], passes: int, state: np.rando
     return order
 
 
-def blending_order(weights: Sequence[float], size: int) -> np.ndarray:
-    """Returns the data set of each place of a blend: int16 [size]; `weights` sum to 1."""
-    if len(weights) == 1:
-        return np.zeros(size, np.int16)
-    return _furthest_behind(weights, size, [size] * len(weights))
-
-
-def proportional_order(counts: Sequence[int], size: int) -> np.ndarray:
-    """Returns the data set of each place of a blend in which no sample is repeated: int16 [size].
+def blending_order(weights: Sequence[float], size: int, counts: Sequence[int] | None = None) -> np.ndarray:
+    """Returns the data set of each place of a blend, the one furthest behind its weight: int16 [size].
 
     Args:
-        counts: The samples of each data set.
-        size: At most the sum of `counts`.
+        weights: They sum to 1.
+        counts: The most samples of each data set; None: any number.
     """
-    total = max(sum(counts), 1)
-    return _furthest_behind([count / total for count in counts], size, counts)
-
-
-def _furthest_behind(weights: Sequence[float], size: int, limits: Sequence[int]) -> np.ndarray:
-    """Selects at each place the data set furthest behind its weight, each at most as often as its limit."""
+    if len(weights) == 1:
+        return np.zeros(size, np.int16)
+    limits = counts or [size] * len(weights)
     order = np.empty(size, np.int16)
     taken = [0] * len(weights)
     waiting = [number for number, count in enumerate(limits) if count]
@@ -241,22 +231,14 @@ class MegatronDataset(SequenceDataset):
         if not masking.separate_documents:
             segments_BT = np.zeros_like(segments_BT)
         input_BT = np.where(tokens_BT == masking.pad, 0, tokens_BT)
+        # Large files are not fully checked before the run.
+        if unknown := find_unknown_token(input_BT, labels_BT, has_loss_BT, self._vocab_size):
+            sequence, token_id = unknown
+            rule = f"sequence {indices_B[sequence]} contains token id {token_id}, "
+            rule += f"but the model's vocabulary has {self._vocab_size}"
+            name = self.shares[sources_B[sequence]].name
+            raise RunError(rule, where=name, fix="make the data again with the model's tokenizer")
         label_BT = np.where(has_loss_BT, labels_BT, IGNORE_INDEX)
-        self._check_tokens(input_BT, np.where(has_loss_BT, labels_BT, 0), indices_B)
         return Batch(*(
             np.ascontiguousarray(array, np.int32) for array in (input_BT, label_BT, positions_BT, segments_BT)
         ))
-
-    def _check_tokens(self, input_BT: np.ndarray, labels_BT: np.ndarray, indices_B: np.ndarray) -> None:
-        """Raises a RunError about a token beyond the vocabulary; large files are not fully checked before the run."""
-        wrong_BT = [(array < 0) | (array >= self._vocab_size) for array in (input_BT, labels_BT)]
-        if not wrong_BT[0].any() and not wrong_BT[1].any():
-            return
-        row, place = np.argwhere(wrong_BT[0] | wrong_BT[1])[0]
-        token_id = labels_BT[row, place]
-        if wrong_BT[0][row, place]:
-            token_id = input_BT[row, place]
-        name = self.shares[self._sources[indices_B[row]]].name
-        rule = f"sequence {indices_B[row]} contains token id {token_id}, "
-        rule += f"but the model's vocabulary has {self._vocab_size}"
-        raise RunError(rule, where=name, fix="make the data again with the model's tokenizer")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config.checks.problem import data_error, nearest
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, find_unknown_token
 from trainer.data.batches.packing import DocumentCounts, SequenceDataset, checked_indices, count_dataset_loss_tokens
 from trainer.data.batches.split import DocumentSpans, hold_out
 from trainer.data.source.indexed import Location
@@ -108,16 +108,13 @@ class MindRecordDataset(SequenceDataset):
             has_loss_BT &= ~is_padding_BT
             segments_BT = np.where(is_padding_BT, segments_BT.max(axis=1, keepdims=True) + 1, segments_BT)
             tokens_BT = np.where(is_padding_BT, 0, tokens_BT)
-        labels_BT = np.where(has_loss_BT, labels_BT, IGNORE_INDEX)
-        for array_BT in (tokens_BT, np.where(has_loss_BT, labels_BT, 0)):
-            wrong_BT = (array_BT < 0) | (array_BT >= row_format.vocab_size)
-            if wrong_BT.any():
-                row, place = np.argwhere(wrong_BT)[0]
-                file, number = self._place(rows_B[row])
-                rule = f"row {number} contains token id {array_BT[row, place]}, but the model's vocabulary has "
-                fix = "set model.model_config.vocab_size to that of the tokenizer that made the file"
-                raise RunError(f"{rule}{row_format.vocab_size}", where=str(file.path), fix=fix)
-        arrays = (tokens_BT, labels_BT, positions_BT, segments_BT)
+        if unknown := find_unknown_token(tokens_BT, labels_BT, has_loss_BT, row_format.vocab_size):
+            sequence, token_id = unknown
+            file, number = self._place(rows_B[sequence])
+            rule = f"row {number} contains token id {token_id}, but the model's vocabulary has {row_format.vocab_size}"
+            fix = "set model.model_config.vocab_size to that of the tokenizer that made the file"
+            raise RunError(rule, where=str(file.path), fix=fix)
+        arrays = (tokens_BT, np.where(has_loss_BT, labels_BT, IGNORE_INDEX), positions_BT, segments_BT)
         return Batch(*(np.ascontiguousarray(array, np.int32) for array in arrays))
 
     def _place(self, row: int) -> tuple[MindRecordFile, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trainer.config.checks.problem import data_error
-from trainer.data.batches.megatron import EodMasking, MegatronDataset, SampleOrder, blending_order, proportional_order
+from trainer.data.batches.megatron import EodMasking, MegatronDataset, SampleOrder, blending_order
 from trainer.data.source.indexed import IndexedTokens, Location, open_indexed
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ def _order_samples(
     if blend.weights is None:
         parts = [order(number, None) for number in numbers]
         counts = [part.num_samples for part in parts]
-        if size is None:
-            size = sum(counts)
-        return parts, proportional_order(counts, min(size, sum(counts)))
+        total = sum(counts)
+        shares = [count / max(total, 1) for count in counts]
+        return parts, blending_order(shares, min(size or total, total), counts)
     assert size is not None, "a blend with weights has a size"
     weights = _normalized(blend.weights)
     targets = [math.ceil(size * weight) for weight in weights]
