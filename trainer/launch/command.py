@@ -26,6 +26,7 @@ from trainer.launch.arguments import (
     to_arguments,
     visible_devices,
 )
+from trainer.launch.control.messages import stop_message
 from trainer.launch.control.nodes import Nodes, connect_nodes
 from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.heartbeat import JOB_VARIABLE, RESTART_VARIABLE
@@ -182,7 +183,7 @@ def _wait_for_nodes(nodes: Nodes, signals: deque[int]) -> Outcome | None:
     while not nodes.connected:
         number = stop_signal(signals)
         if number is not None:
-            nodes.send_stop(number)
+            nodes.send(stop_message(number, nodes.options.node_rank))
             return stopped_outcome(number)
         for event in nodes.poll(time.monotonic()):
             for line in event.lines:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.control.messages import NodeMessage
+from trainer.launch.control.messages import NodeMessage, failure_message, stop_message
 from trainer.launch.control.nodes import Nodes
 from trainer.launch.job import (
     JobFiles,
@@ -209,7 +209,7 @@ class Supervisor:
             else:
                 number = _without_hangup(number)
                 if self._stop(number, now, ""):
-                    self.nodes.send_stop(number)
+                    self.nodes.send(stop_message(number, self.options.node_rank))
 
     def _handle_event(self, event: NodeMessage, now: float) -> None:
         if event.kind == "note":
@@ -233,7 +233,7 @@ class Supervisor:
         if received is not None:
             rank, number = received
             self._stop(number, now, f"rank {rank}")
-            self.nodes.send_stop(number)
+            self.nodes.send(stop_message(number, self.options.node_rank))
 
     def _stop(self, number: int, now: float, source: str) -> bool:
         """Forwards a signal to every worker. They save and end; after a second signal they have little time, then none.
@@ -282,7 +282,7 @@ class Supervisor:
         self.timers.blocked_since = max(self.timers.blocked_since or now, self.timers.moved_at or 0.0)
         if now - self.timers.blocked_since > scale_timeout(GRACE_SECONDS):
             words = f"{stopped_outcome(self.stop.signal).words}; not all ranks could save."
-            self.nodes.report_failure(128 + self.stop.signal, [words, *lines])
+            self.nodes.send(failure_message(128 + self.stop.signal, [words, *lines]))
             self._kill(now)
 
     def _name_ranks_behind(self, now: float) -> None:
@@ -312,7 +312,7 @@ class Supervisor:
         outcome = decide_outcome([*self._ends(), *announced], self.stop.signal)
         if outcome.first is not None:
             self._end_workers(now, GRACE_SECONDS)
-            self.nodes.report_failure(outcome.exit_code, self._failure_lines(outcome))
+            self.nodes.send(failure_message(outcome.exit_code, self._failure_lines(outcome)))
 
     def _check_hang(self, now: float) -> None:
         timers = self.timers
@@ -337,7 +337,7 @@ class Supervisor:
         self.failures.hang = hang
         self.failures.stopped_lines = self._stopped_lines()
         self._dump(now)
-        self.nodes.report_failure(EXIT_HANG, [f"error: {hang}.", *self.failures.stopped_lines])
+        self.nodes.send(failure_message(EXIT_HANG, [f"error: {hang}.", *self.failures.stopped_lines]))
 
     def _stopped_lines(self) -> list[str]:
         """Returns lines about ranks that a signal has stopped."""

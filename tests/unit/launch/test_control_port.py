@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import worker_specs
-from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message
+from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message, stop_message
 from trainer.launch.control.nodes import NodeClient, NodeServer, connect_nodes, network_of
 from trainer.launch.control.secret import make_secret, read_secret
 from trainer.launch.job import job_files
@@ -71,15 +71,15 @@ def test_nodes_that_know_the_secret_understand_each_other(
     assert hub.connected
     while not other.connected:
         talk(other, until="the launchers of all 2 nodes are connected")
-    other.send_stop(signal.SIGINT)
+    other.send(stop_message(signal.SIGINT, 1))
     (event,) = (event for event in talk(hub, until="stop") if event.kind == "stop")
     assert (event.number, event.node) == (signal.SIGINT, 1)
-    hub.report_failure(7, ["\x1b[31mred\x1b[0m\x07 \u202eturned\x9b1m\ttab\r\n", "x" * 5000, *["more"] * 200])
+    hub.send(failure_message(7, ["\x1b[31mred\x1b[0m\x07 \u202eturned\x9b1m\ttab\r\n", "x" * 5000, *["more"] * 200]))
     (event,) = (event for event in talk(other, until="failed") if event.kind == "failed")
     assert event.number == 7 and event.lines[0] == "red turned1m tab  " and event.lines[1] == "x" * 2000
     assert len(event.lines) == 100
-    other.report_failure(8, ["a consequence"])
-    other.send_stop(signal.SIGTERM)
+    other.send(failure_message(8, ["a consequence"]))
+    other.send(stop_message(signal.SIGTERM, 1))
     assert "failed" not in [event.kind for event in talk(hub, until="stop")]
     other.close()
 
@@ -125,7 +125,7 @@ def test_a_node_that_starts_again_waits_for_node_0_to_do_so(
 ) -> None:
     other = spoke(options, tmp_path)
     talk(hub, other, until="connected to the launcher of node 0")
-    other.report_failure(7, ["rank 3 failed"])
+    other.send(failure_message(7, ["rank 3 failed"]))
     talk(hub, until="failed")
     other.close()
     again = spoke(options, tmp_path, attempt=1)  # while the workers of node 0 still save
@@ -401,6 +401,28 @@ def test_a_file_that_others_could_read_or_make_is_refused(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="cannot be written there"):
         make_secret(folder / ".launchers-1.secret")
     assert len(list(folder.iterdir())) == 1, "nothing unfinished is left"
+
+
+@pytest.mark.parametrize("port", ["99999", "0", "a port"])
+def test_a_control_port_that_cannot_be_is_refused(
+    options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: str
+) -> None:
+    """The system would take the rest of a division by 65536."""
+    monkeypatch.setenv("RUN_TRAINER_CONTROL_PORT", port)
+    for node in range(2):
+        with pytest.raises(UserError, match="must be the number of a port"):
+            connect_nodes(replace(options, node_rank=node), tmp_path)
+
+
+def test_a_signal_right_behind_the_first_words_is_heard(hub: NodeServer, options: LaunchOptions) -> None:
+    channel = SignedChannel(socket.create_connection(("127.0.0.1", options.master_port + 1)), SECRET.encode(), False)
+    channel.send(NodeMessage(kind="hello", node=1, worker_num=4))
+    channel.send(stop_message(signal.SIGTERM, 1))
+    while not channel.has_nonce:
+        hub.poll(time.monotonic())
+        channel.receive()
+    assert talk(hub, until="stop")[-1].number == signal.SIGTERM
+    channel.close()
 
 
 def test_a_short_secret_is_none(options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from trainer.errors import UserError
 from trainer.launch import command, heartbeat
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import Restart, worker_specs
+from trainer.launch.control.messages import NodeMessage
 from trainer.launch.control.nodes import Nodes
 from trainer.launch.job import (
     JobFiles,
@@ -130,10 +131,10 @@ def test_a_signal_that_comes_after_the_failure_ends_the_job(
 
 
 def test_a_signal_ends_the_wait_for_the_other_nodes() -> None:
-    told: list[int] = []
-    nodes = types.SimpleNamespace(connected=False, poll=lambda now: [], send_stop=told.append)
+    told: list[NodeMessage] = []
+    nodes = types.SimpleNamespace(connected=False, poll=lambda now: [], send=told.append, options=LaunchOptions())
     outcome = command._wait_for_nodes(nodes, deque([signal.SIGWINCH, signal.SIGINT]))
-    assert outcome.exit_code == 130 and told == [signal.SIGINT]
+    assert outcome.exit_code == 130 and [message.number for message in told] == [signal.SIGINT]
 
 
 def test_nodes_do_not_wait_long_for_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,11 @@ def failure_message(exit_code: int, lines: Sequence[str]) -> NodeMessage:
     return NodeMessage(kind="failed", number=exit_code, lines=[line[:LONGEST_LINE] for line in lines[:_MOST_LINES]])
 
 
+def stop_message(number: int, node: int) -> NodeMessage:
+    """Returns the message about a signal for all workers, which this node received."""
+    return NodeMessage(kind="stop", number=number, node=node)
+
+
 class SignedChannel(Lines):
     """One end of a connection between launchers; `closed` means that the other end is gone or a stranger.
 
@@ -89,13 +94,12 @@ class SignedChannel(Lines):
         self._unsent: list[NodeMessage] = []
         self.send_line(self._greeting)
 
-    def send(self, message: NodeMessage) -> None:
-        """Sends a message, once the nonce of the other end has arrived."""
-        if self.has_nonce:
-            data = message.model_dump_json(exclude_defaults=True).encode("utf-8")
+    def send(self, *messages: NodeMessage) -> None:
+        """Sends messages, once the nonce of the other end has arrived."""
+        self._unsent += messages
+        while self.has_nonce and self._unsent:
+            data = self._unsent.pop(0).model_dump_json(exclude_defaults=True).encode("utf-8")
             self.send_line(sign(self._sent, data) + b" " + data)
-        else:
-            self._unsent.append(message)
 
     def receive(self) -> list[NodeMessage]:
         """Returns what has arrived since the last call; a line that is not a valid message closes the channel."""
@@ -103,10 +107,19 @@ class SignedChannel(Lines):
         try:
             for line in self.receive_lines():
                 if self.has_nonce:
-                    messages.append(self._verify(line))
+                    mac, _, data = line.partition(b" ")
+                    if not hmac.compare_digest(mac, sign(self._received, data)):
+                        raise ValueError("not from a launcher with the secret, or not the next of its messages")
+                    messages.append(NodeMessage.model_validate_json(data))
+                    self.max_line_bytes = _MAX_LINE_BYTES
                     self._heard_at = time.monotonic()
+                elif _GREETING.fullmatch(line):  # both codes begin with both nonces, that of the sender first
+                    sign(self._sent, self._greeting + line)
+                    sign(self._received, line + self._greeting)
+                    self.has_nonce = True
+                    self.send()
                 else:
-                    self._greet(line)
+                    raise ValueError("not a launcher")
         except ValueError:
             self.close()
         return messages
@@ -114,23 +127,6 @@ class SignedChannel(Lines):
     def is_lost(self, now: float) -> bool:
         """Returns whether the connection has ended, or brought no message for too long."""
         return self.closed or now - self._heard_at > scale_timeout(LOST_SECONDS)
-
-    def _greet(self, line: bytes) -> None:
-        """Begins both codes with both nonces, that of the sender first; sends what waited for that."""
-        if not _GREETING.fullmatch(line):
-            raise ValueError("not a launcher")
-        sign(self._sent, self._greeting + line)
-        sign(self._received, line + self._greeting)
-        self.has_nonce = True
-        for message in self._unsent:
-            self.send(message)
-
-    def _verify(self, line: bytes) -> NodeMessage:
-        mac, _, data = line.partition(b" ")
-        if not hmac.compare_digest(mac, sign(self._received, data)):
-            raise ValueError("not from a launcher with the secret, or not the next of its messages")
-        self.max_line_bytes = _MAX_LINE_BYTES
-        return NodeMessage.model_validate_json(data)
 
 
 def sign(mac: hmac.HMAC, data: bytes) -> bytes:

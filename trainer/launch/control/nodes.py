@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.arguments import LaunchOptions
@@ -28,8 +27,7 @@ CONTROL_PORT_VARIABLE = "RUN_TRAINER_CONTROL_PORT"
 _BEAT_SECONDS = 1.0
 _CALL_SECONDS = 0.3  # of one try to reach node 0, and until the next
 _GOODBYE_SECONDS = 1.0
-_PATIENCE_SECONDS = 5.0
-"""After so long a node says why it is not connected yet."""
+_PATIENCE_SECONDS = 5.0  # until a node says why it is not connected yet
 _MOST_CALLERS = 64
 _MOST_WHEN_STARVED = 8  # where the launcher itself would have no file descriptor left
 _MOST_NAMED = 20
@@ -72,27 +70,25 @@ class Nodes:
             for message in link.receive():
                 self._handle(node, message)
             if link.is_lost(now):
-                self._lose(node, now)
+                self._lose(node)
         if now >= self._beat_at:
             self._beat_at = now + scale_timeout(_BEAT_SECONDS)
-            self._send(self._heartbeat)
+            self.send(self._heartbeat)
             self._heartbeat = NodeMessage(kind="beat")
         events = self._events
         self._events = []
         return events
 
     def report_progress(self) -> None:
-        """Reports with the next heartbeat that a rank of this node makes progress: ranks of other nodes may wait for
-        it."""
+        """Reports with the next heartbeat that a rank of this node got on: ranks of other nodes may wait for it."""
         self._heartbeat = NodeMessage(kind="moved")
 
-    def report_failure(self, exit_code: int, lines: list[str]) -> None:
-        """Reports that this node's part of the job failed."""
-        self._send(failure_message(exit_code, lines))
-
-    def send_stop(self, number: int) -> None:
-        """Sends a signal for all workers to the other nodes."""
-        self._send(NodeMessage(kind="stop", number=number, node=self.options.node_rank))
+    def send(self, message: NodeMessage, but: int | None = None) -> None:
+        """Sends a message to all other nodes `but` one."""
+        self._sent.add(message.kind)
+        for node, link in self.links.items():
+            if node != but:
+                link.send(message)
 
     def report_done(self) -> bool:
         """Reports, once, that the workers of this node have ended well; node 0 does so when those of all nodes have.
@@ -101,7 +97,7 @@ class Nodes:
         """
         finished = self._done >= self.links.keys()
         if (self.options.node_rank or finished) and "done" not in self._sent:
-            self._send(NodeMessage(kind="done"))
+            self.send(NodeMessage(kind="done"))
         return finished
 
     def note(self, line: str) -> None:
@@ -127,14 +123,14 @@ class Nodes:
                 self.report_progress()
             self._events.append(message)
         elif message.kind == "stop" or (message.kind == "failed" and "failed" not in self._sent):
-            self._send(message, but=node)  # the first failure ends the job
+            self.send(message, but=node)  # the first failure ends the job
             self._events.append(message)
 
-    def _lose(self, node: int, now: float) -> None:
+    def _lose(self, node: int) -> None:
         """Handles the end of a connection, which is a failure unless the job ends."""
         if "stop" in self._sent:
             self._done.add(node)
-        elif "failed" not in self._sent and node not in self._done:
+        elif node not in self._done:
             self._fail(f"the connection to node {node} is lost")
 
     def _wait(self, now: float, reason: str, failure: str) -> None:
@@ -149,15 +145,10 @@ class Nodes:
         self.note(f"the launchers of all {self.options.nodes} nodes are connected")
 
     def _fail(self, reason: str, exit_code: int = EXIT_RUN_FAILED) -> None:
-        message = failure_message(exit_code, [f"error: {reason}."])
-        self._send(message)
-        self._events.append(message)
-
-    def _send(self, message: NodeMessage, but: int | None = None) -> None:
-        self._sent.add(message.kind)
-        for node, link in self.links.items():
-            if node != but:
-                link.send(message)
+        """Ends the job on all nodes, unless a failure does so already."""
+        if "failed" not in self._sent:
+            self._events.append(failure_message(exit_code, [f"error: {reason}."]))
+            self.send(self._events[-1])
 
 
 @functools.lru_cache
@@ -190,7 +181,7 @@ class NodeServer(Nodes):
             messages = caller.receive()
             if messages and messages[0].kind == "hello":
                 del self._callers[caller]
-                self._accept(caller, messages[0])
+                self._accept(caller, *messages)
             elif messages or caller.is_lost(now):
                 self._drop(caller)
         most = _MOST_CALLERS
@@ -201,7 +192,7 @@ class NodeServer(Nodes):
             counts = Counter(map(network_of, self._callers.values()))
             keep = {each: (-counts[network_of(address)], each.has_nonce) for each, address in self._callers.items()}
             self._drop(min(keep, key=keep.__getitem__))
-        if not self.connected and "failed" not in self._sent:
+        if not self.connected:
             missing = ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self.links)
             reason = f"the launcher of node {missing}; the workers start once all are there"
             self._wait(now, reason, f"node {missing} did not connect")
@@ -213,31 +204,33 @@ class NodeServer(Nodes):
             what = "called the control port without the secret of this job; its connections are dropped"
             self.note(f"note: {address} {what}")
 
-    def _accept(self, caller: SignedChannel, hello: NodeMessage) -> None:
+    def _accept(self, caller: SignedChannel, hello: NodeMessage, *more: NodeMessage) -> None:
         """Accepts a node of the job with the checkpoint to continue from; tells any other caller why it is refused."""
-        kind, line = self._answer(hello)
-        caller.send(NodeMessage(kind=kind, lines=[line]))
-        if kind != "welcome":
-            caller.close()
-            return
-        self.links[hello.node] = caller
-        if len(self.links) == self.options.nodes - 1:
-            self._send(NodeMessage(kind="start"))
-            self._set_connected()
-
-    def _answer(self, hello: NodeMessage) -> tuple[Literal["welcome", "later", "refused"], str]:
-        nodes = self.options.nodes
+        node = hello.node
+        workers = self.options.worker_num
+        attempts = f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
+        refusals = {
+            f"node_rank is {node}, and node 0 expects 1 to {self.options.nodes - 1}": not 0 < node < self.options.nodes,
+            f"worker_num is {hello.worker_num} there and {workers} on node 0": hello.worker_num != workers,
+            attempts: hello.attempt < self.attempt,
+            f"another launcher is node {node} already": node in self.links,
+        }
+        refusal = next((reason for reason, applies in refusals.items() if applies), "")
         if hello.attempt > self.attempt:  # a failure ended its workers sooner than those of this node
-            return "later", "has not ended its own workers of the start before yet"
-        if not 0 < hello.node < nodes:
-            return "refused", f"node_rank is {hello.node}, and node 0 expects 1 to {nodes - 1}"
-        if hello.worker_num != self.options.worker_num:
-            return "refused", f"worker_num is {hello.worker_num} there and {self.options.worker_num} on node 0"
-        if hello.attempt < self.attempt:
-            return "refused", f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
-        if hello.node in self.links:
-            return "refused", f"another launcher is node {hello.node} already"
-        return "welcome", self.resume
+            reason = "has not ended its own workers of the start before yet"
+            caller.send(NodeMessage(kind="later", lines=[reason]))
+            caller.close()
+        elif refusal:
+            caller.send(NodeMessage(kind="refused", lines=[refusal]))
+            caller.close()
+        else:
+            caller.send(NodeMessage(kind="welcome", lines=[self.resume]))
+            self.links[node] = caller
+            for message in more:
+                self._handle(node, message)
+            if len(self.links) == self.options.nodes - 1:
+                self.send(NodeMessage(kind="start"))
+                self._set_connected()
 
     def close(self) -> None:
         """Closes the port and the connections, and removes the secret if this node made it."""
@@ -258,30 +251,36 @@ class NodeClient(Nodes):
     secret_path: Path  # in place of the secret: the file that node 0 makes
     connected: bool = False
     _is_welcome: bool = False  # node 0 has accepted this node
-    _why_not: str = ""  # not connected: what node 0 said
+    _why_not: str = ""  # after a call: not connected because node 0 is or does that
     _call_at: float = 0.0
 
     def _join(self, now: float) -> None:
-        """Calls node 0 unless it has been called."""
-        if self.links or now < self._call_at or "failed" in self._sent:
-            return
+        """Calls node 0 until it accepts this node."""
+        if self._why_not and not self.links:  # of the last call
+            place = f"{self.address[0]}, port {self.address[1]}, {self._why_not}"
+            self._why_not = ""
+            self._wait(now, f"node 0: {place}", f"no connection to the launcher of node 0: {place}")
+        if not self.links and now >= self._call_at and "failed" not in self._sent:
+            self._call_at = now + _CALL_SECONDS
+            self._call()
+
+    def _call(self) -> None:
         try:
             secret = self.secret or read_secret(self.secret_path)
             if secret is None:
                 reason = "has made no file with the secret of the job in a folder that this node sees"
-                self._call_later(now, f"{reason}; {SECRET_VARIABLE}, the same on all nodes, takes its place")
+                self._why_not = f"{reason}; {SECRET_VARIABLE}, the same on all nodes, takes its place"
                 return
             channel = SignedChannel(socket.create_connection(self.address, _CALL_SECONDS), secret, called=False)
         except RunError as error:
             self._fail(str(error).removesuffix("."))
         except OSError:
-            self._call_later(now, "does not answer")
+            self._why_not = "does not answer"
         else:
             node = self.options.node_rank
             workers = self.options.worker_num
             channel.send(NodeMessage(kind="hello", node=node, worker_num=workers, attempt=self.attempt))
             self.links[0] = channel
-            self._why_not = ""
 
     def _handle(self, node: int, message: NodeMessage) -> None:
         """Handles the answer of node 0 to the call, too."""
@@ -298,22 +297,17 @@ class NodeClient(Nodes):
         else:
             super()._handle(node, message)
 
-    def _lose(self, node: int, now: float) -> None:
-        """Calls again later if node 0 has not accepted this node yet."""
-        if self._is_welcome or "failed" in self._sent:
-            super()._lose(node, now)
+    def _lose(self, node: int) -> None:
+        """Lets node 0 be called again if it has not accepted this node yet."""
+        if self._is_welcome:
+            super()._lose(node)
             return
         channel = self.links.pop(node)
         channel.close()
         reason = "is not the launcher of a job"  # or node 0 has just gone again
         if channel.has_nonce:
             reason = f"does not accept this node's secret: {SECRET_VARIABLE} must be the same on all nodes"
-        self._call_later(now, self._why_not or reason)
-
-    def _call_later(self, now: float, reason: str) -> None:
-        self._call_at = now + _CALL_SECONDS
-        place = f"{self.address[0]}, port {self.address[1]}, {reason}"
-        self._wait(now, f"node 0: {place}", f"no connection to the launcher of node 0: {place}")
+        self._why_not = self._why_not or reason
 
 
 def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume: str = "") -> Nodes:
@@ -325,19 +319,19 @@ def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume
         resume: On node 0, the checkpoint from which all nodes continue.
 
     Raises:
-        UserError: The control port is not a number, or node 0 cannot listen there or write the secret.
+        UserError: The control port is not a port, or node 0 cannot listen there or write the secret.
     """
     assert options.master_port is not None  # `launch` chooses one for several nodes
     string = os.environ.get(CONTROL_PORT_VARIABLE) or str(options.master_port + 1)
-    if not string.isdecimal():
+    if not string.isdecimal() or not 0 < int(string) < 1 << 16:
         raise UserError("must be the number of a port", key=CONTROL_PORT_VARIABLE, value=string, fix="write 8119")
-    port = int(string)
     host = options.master_addr.strip("[]")
+    address = (host, int(string))
     secret = secret_of_environment()
-    path = shared.expanduser().absolute() / f".launchers-{port}.secret"
+    path = shared.expanduser().absolute() / f".launchers-{string}.secret"
     if options.node_rank:
-        return NodeClient(address=(host, port), options=options, attempt=attempt, secret=secret, secret_path=path)
-    listening = _listen(host, port)
+        return NodeClient(address=address, options=options, attempt=attempt, secret=secret, secret_path=path)
+    listening = _listen(*address)
     made = None
     if secret is None:
         made = path
@@ -354,10 +348,9 @@ def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume
         secret=secret,
         secret_path=made,
     )
-    address = listening.getsockname()[0]
-    if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host != address:
-        why = f"{host} is {address} on this machine, which other machines cannot reach: give its address"
-        server.note(f"note: {why}")
+    here = listening.getsockname()[0]
+    if ipaddress.ip_address(here.partition("%")[0]).is_loopback and host != here:
+        server.note(f"note: {host} is {here} on this machine, which other machines cannot reach: give its address")
     return server
 
 
@@ -366,7 +359,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         rule = f"the launchers of the other nodes cannot call there: {error}"
         fix = "free it, set this variable to another port on all nodes, or give another master_port: it is the next one"
         raise UserError(rule, key=CONTROL_PORT_VARIABLE, value=port, fix=fix) from None
