@@ -283,6 +283,21 @@ def test_threads_that_call_at_the_same_time() -> None:
 
 
 @pytest.mark.skipif("this processor" not in RUNS, reason="no compiler")
+def test_threads_of_an_earlier_call_do_not_write_behind_the_scores_of_fewer() -> None:
+    run = RUNS["this processor"]
+    many, few, cached = 8, 2, 64
+    q, keys = numbers(1, 64, 16, 32), numbers(1, 64, cached, 32)
+    run.attend(q, keys, keys, None, None, None, np.empty_like(q), many)
+    scores, out = np.full((many, cached + 1), np.float32(7)), np.empty_like(q)
+    steps = [step // 4 for step in keys.strides[:-1]]
+    sizes = np.array([*q.shape[:3], *keys.shape[2:], 32, *steps, *steps, 0, 0, few], np.int64)
+    inputs = [array.ctypes.data for array in (q, keys, keys)]
+    for _ in range(100):
+        run.compiled.attend(*inputs, None, None, scores.ctypes.data, out.ctypes.data, sizes.ctypes.data)
+    assert (scores[few:] == 7).all()
+
+
+@pytest.mark.skipif("this processor" not in RUNS, reason="no compiler")
 def test_a_forked_process_starts_threads_of_its_own() -> None:
     run = RUNS["this processor"]
     x, weight = numbers(3, 256), numbers(600, 256)

@@ -22,6 +22,7 @@ static struct {
     pthread_cond_t wake;
     atomic_flag taken;         /* one caller at a time has the team */
     int members;               /* threads that were started, and the caller */
+    int threads;               /* of them, those that the open work may have */
     atomic_int sleeping, inside;
     atomic_long round;         /* of the work that is open, or 0 */
     long rounds;
@@ -65,7 +66,7 @@ static void *member_main(void *number) {
         seen = round;
         /* The caller closes the round, and then waits until nobody is inside: who sees it open here may compute. */
         atomic_fetch_add(&team.inside, 1);
-        if (atomic_load(&team.round) == round) take_items((int)(intptr_t)number);
+        if (atomic_load(&team.round) == round && (intptr_t)number < team.threads) take_items((int)(intptr_t)number);
         atomic_fetch_sub(&team.inside, 1);
     }
     return NULL;
@@ -103,6 +104,7 @@ static void share(Work work, const void *arguments, long count, long chunk, int 
         return;
     }
     start_members(threads);
+    team.threads = threads;
     team.work = work;
     team.arguments = arguments;
     team.count = count;
