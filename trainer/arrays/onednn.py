@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ _DTYPES = {np.dtype(np.float32): 3, np.dtype(BFLOAT16): 2}
 _FORWARD = 64
 _SOFTMAX = 0x30000
 _SWISH = 0x2C
-_CONFLICT = 512  # numbers between rows that compete for the lines of a cache
-_WIDE = 32  # rows and columns of a product that does not only wait for memory
+_CONFLICT = 512  # elements between rows that compete for the lines of a cache
+_LEAST_SIZE = 32  # rows and columns of a product that does not only wait for memory
 _SRC = 1
 _WEIGHTS = 33
 _DST = 17
@@ -53,19 +54,19 @@ _MAX_PRIMITIVES = 512  # that a thread keeps
 
 
 class _Argument(ctypes.Structure):
-    _fields_ = (("place", ctypes.c_int), ("memory", ctypes.c_void_p))
+    _fields_ = (("index", ctypes.c_int), ("memory", ctypes.c_void_p))
 
 
 class _Primitive:
     """A oneDNN primitive with the memory objects of its arguments, whose addresses are set for each call."""
 
     def __init__(
-        self, library: ctypes.CDLL, primitive: ctypes.c_void_p, memories: Sequence[tuple[int, ctypes.c_void_p]]
+        self, library: ctypes.CDLL, primitive: ctypes.c_void_p, memories: Mapping[int, ctypes.c_void_p]
     ) -> None:
         self.library = library
         self.primitive = primitive
-        self.memories = [memory for _, memory in memories]
-        arguments = [_Argument(place, memory) for place, memory in memories]
+        self.memories = list(memories.values())
+        arguments = [_Argument(index, memory) for index, memory in memories.items()]
         self.arguments = _array_type(_Argument, len(memories))(*arguments)
         self.set_address = library.dnnl_memory_set_data_handle
         self.execute = library.dnnl_primitive_execute
@@ -88,33 +89,34 @@ class OneDnnOperators(NumpyOperators):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.engine = ctypes.c_void_p()
-        self.stream = ctypes.c_void_p()
-        _check(library.dnnl_engine_create(ctypes.byref(self.engine), _CPU, ctypes.c_size_t(0)))
+        self.engine = self._create("dnnl_engine_create", _CPU, ctypes.c_size_t(0))
         # Without a thread pool of oneDNN's interface the caller's thread computes.
-        _check(library.dnnl_threadpool_interop_stream_create(ctypes.byref(self.stream), self.engine, None))
-        self.made: dict[tuple, _Primitive] = {}
+        self.stream = self._create("dnnl_threadpool_interop_stream_create", self.engine, None)
+        self.primitives: dict[tuple, _Primitive] = {}
         self.gemm = {np.dtype(np.float32): _gemm(library, "sgemm"),
                      np.dtype(BFLOAT16): _gemm(library, "gemm_bf16bf16f32")}  # fmt: skip
         self.emulates = bfloat16_products() == "emulated"
         self.has_avx512 = has_avx512()
-        self.wide = [np.empty(0, np.float32)] * 3
+        self.buffers = [np.empty(0, np.float32)] * 3
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
         """Multiplies with oneDNN's gemm or a cached primitive; emulated half precision goes through float32."""
+        if not a.size or not b.size:
+            NUMPY_OPERATORS.matmul(a, b, out, accumulate)
+            return
         result = out
         if a.dtype == np.float16 or (a.dtype == BFLOAT16 and self.emulates):
             if out.dtype != np.float32:
-                result = self._wide(2, out)
-            a = self._widened(0, a)
-            b = self._widened(1, b)
+                result = self._float32_buffer(2, out)
+            a = self._to_float32(0, a)
+            b = self._to_float32(1, b)
         # Primitives, unlike gemm, write bfloat16 and take several matrices at once: between two calls a thread would
         # wait for Python's lock. They misread views with an axis of length 1 (oneDNN 3.10).
         multiply = self._product
-        if (a.ndim > 2 or result.dtype == BFLOAT16) and min(*a.shape[-2:], b.shape[-1]) > 1 and a.size:
+        if (a.ndim > 2 or result.dtype == BFLOAT16) and min(*a.shape[-2:], b.shape[-1]) > 1:
             multiply = self._primitive_product
         elif result.dtype != np.float32:
-            result = self._wide(2, out)
+            result = self._float32_buffer(2, out)
         multiply(a, b, result, accumulate)
         if result is not out:
             self.cast(result, out)
@@ -122,10 +124,9 @@ class OneDnnOperators(NumpyOperators):
     def _product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
         rows, inner = a.shape[-2:]
         columns = b.shape[-1]
-        beta = float(accumulate)
-        way_a, step_a = _layout(a)
-        way_b, step_b = _layout(b)
-        if not (rows and inner and columns) or (not self.has_avx512 and _conflicts(a, way_a, step_a, b, way_b, step_b)):
+        order_a, step_a = _layout(a)
+        order_b, step_b = _layout(b)
+        if not self.has_avx512 and _conflicts(a, order_a, step_a, b, order_b, step_b):
             NUMPY_OPERATORS.matmul(a, b, out, accumulate)
             return
         step = _layout(out)[1]
@@ -133,29 +134,23 @@ class OneDnnOperators(NumpyOperators):
         at_b = address(b)
         at_out = address(out)
         multiply = self.gemm[a.dtype]
-        matrices = 1
-        if a.ndim == 3:
-            matrices = len(a)
-        for place in range(matrices):
-            if place:
-                at_a = at_a + a.strides[0]
-                at_b = at_b + b.strides[0]
-                at_out = at_out + out.strides[0]
-            status = multiply(way_a, way_b, rows, columns, inner, 1.0, at_a, step_a, at_b, step_b, beta, at_out, step,
-                              None)  # fmt: skip
-            _check(status)
+        for number in range(math.prod(a.shape[:-2])):
+            _check(multiply(
+                order_a, order_b, rows, columns, inner, 1.0, at_a + number * a.strides[0], step_a,
+                at_b + number * b.strides[0], step_b, float(accumulate), at_out + number * out.strides[0], step, None,
+            ))  # fmt: skip
 
     def _primitive_product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
         key = ("matmul", a.dtype, a.shape, a.strides, b.shape, b.strides, out.dtype, out.strides, accumulate)
-        if (primitive := self.made.get(key)) is None:
-            source, weights, result = (self._description(array) for array in (a, b, out))
+        if (primitive := self.primitives.get(key)) is None:
+            source, weights, result = (self._memory_desc(array) for array in (a, b, out))
             attributes = None
             if accumulate:
-                attributes = self._sum()
-            primitive = self._make(
-                key, "matmul", (source, weights, None, result),
-                ((_SRC, source), (_WEIGHTS, weights), (_DST, result)), attributes,
-            )  # fmt: skip
+                attributes = self._sum_attributes()
+            descriptor = self._descriptor("matmul", source, weights, None, result, attributes)
+            if attributes is not None:
+                self.library.dnnl_primitive_attr_destroy(attributes)
+            primitive = self._keep(key, descriptor, {_SRC: source, _WEIGHTS: weights, _DST: result})
         primitive.run(self.stream, a, b, out)
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
@@ -164,13 +159,13 @@ class OneDnnOperators(NumpyOperators):
             NUMPY_OPERATORS.cast(x, out)
             return
         key = ("cast", x.dtype, x.shape, x.strides, out.strides)
-        if (primitive := self.made.get(key)) is None:
-            source = self._description(x)
-            result = self._description(out)
-            kind = ctypes.c_void_p()
-            _check(self.library.dnnl_reorder_primitive_desc_create(
-                ctypes.byref(kind), source, self.engine, result, self.engine, None))  # fmt: skip
-            primitive = self._keep(key, kind, ((_SRC, source), (_DST, result)))
+        if (primitive := self.primitives.get(key)) is None:
+            source = self._memory_desc(x)
+            result = self._memory_desc(out)
+            descriptor = self._create(
+                "dnnl_reorder_primitive_desc_create", source, self.engine, result, self.engine, None
+            )
+            primitive = self._keep(key, descriptor, {_SRC: source, _DST: result})
         primitive.run(self.stream, x, out)
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
@@ -179,13 +174,11 @@ class OneDnnOperators(NumpyOperators):
             NUMPY_OPERATORS.softmax(x, out)
             return
         key = ("softmax", x.shape, x.strides, out.dtype, out.strides)
-        if (primitive := self.made.get(key)) is None:
-            source = self._description(x)
-            result = self._description(out)
-            primitive = self._make(
-                key, "softmax_forward", (_FORWARD, _SOFTMAX, source, result, x.ndim - 1),
-                ((_SRC, source), (_DST, result)),
-            )  # fmt: skip
+        if (primitive := self.primitives.get(key)) is None:
+            source = self._memory_desc(x)
+            result = self._memory_desc(out)
+            descriptor = self._descriptor("softmax_forward", _FORWARD, _SOFTMAX, source, result, x.ndim - 1, None)
+            primitive = self._keep(key, descriptor, {_SRC: source, _DST: result})
         primitive.run(self.stream, x, out)
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
@@ -194,113 +187,102 @@ class OneDnnOperators(NumpyOperators):
             NUMPY_OPERATORS.softmax_gradient(y, grad, out)
             return
         key = ("softmax_gradient", y.shape, y.strides, grad.strides, out.dtype, out.strides)
-        if (primitive := self.made.get(key)) is None:
-            result, of_result, of_source = (self._description(array) for array in (y, grad, out))
-            forward = self._kind("softmax_forward", (_FORWARD, _SOFTMAX, result, result, y.ndim - 1))
-            primitive = self._make(
-                key, "softmax_backward", (_SOFTMAX, of_source, of_result, result, y.ndim - 1, forward),
-                ((_DST, result), (_DIFF_DST, of_result), (_DIFF_SRC, of_source)),
-            )  # fmt: skip
+        if (primitive := self.primitives.get(key)) is None:
+            result, of_result, of_source = (self._memory_desc(array) for array in (y, grad, out))
+            axis = y.ndim - 1
+            forward = self._descriptor("softmax_forward", _FORWARD, _SOFTMAX, result, result, axis, None)
+            descriptor = self._descriptor(
+                "softmax_backward", _SOFTMAX, of_source, of_result, result, axis, forward, None
+            )
             self.library.dnnl_primitive_desc_destroy(forward)
+            primitive = self._keep(key, descriptor, {_DST: result, _DIFF_DST: of_result, _DIFF_SRC: of_source})
         primitive.run(self.stream, y, grad, out)
 
     def silu(self, x: np.ndarray, out: np.ndarray) -> None:
-        self._run_blocks("silu", self._make_silu, x, out)
+        self._run_blocks("silu", x, out)
 
     def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        self._run_blocks("silu_gradient", self._make_silu_gradient, x, grad, out)
+        self._run_blocks("silu_gradient", x, grad, out)
 
-    def _run_blocks(self, name: str, make: Callable[[tuple, ctypes.c_void_p], _Primitive], *arrays: np.ndarray) -> None:
+    def _run_blocks(self, name: str, *arrays: np.ndarray) -> None:
+        """Computes `silu` or `silu_gradient` in blocks of fixed sizes, and the remainder with NumPy."""
         for blocks in _fixed_blocks(*arrays):
             size = blocks[0].size
             if size < _BLOCK_SIZES[-1]:
                 getattr(NUMPY_OPERATORS, name)(*blocks)
                 continue
-            if (primitive := self.made.get((name, size))) is None:
-                primitive = make((name, size), self._description(blocks[0]))
+            if (primitive := self.primitives.get((name, size))) is None:
+                primitive = self._silu_primitive(name, self._memory_desc(blocks[0]), size)
             primitive.run(self.stream, *blocks)
 
-    def _make_silu(self, key: tuple, numbers: ctypes.c_void_p) -> _Primitive:
-        arguments = _FORWARD, _SWISH, numbers, numbers, *_SWISH_FACTORS
-        return self._make(key, "eltwise_forward", arguments, ((_SRC, numbers), (_DST, numbers)))
-
-    def _make_silu_gradient(self, key: tuple, numbers: ctypes.c_void_p) -> _Primitive:
-        forward = self._kind("eltwise_forward", (_FORWARD, _SWISH, numbers, numbers, *_SWISH_FACTORS))
-        primitive = self._make(
-            key, "eltwise_backward", (_SWISH, numbers, numbers, numbers, *_SWISH_FACTORS, forward),
-            ((_SRC, numbers), (_DIFF_DST, numbers), (_DIFF_SRC, numbers)),
-        )  # fmt: skip
+    def _silu_primitive(self, name: str, block: ctypes.c_void_p, size: int) -> _Primitive:
+        """Returns the primitive of `silu` or `silu_gradient`; all its arguments are blocks of one description."""
+        forward = self._descriptor("eltwise_forward", _FORWARD, _SWISH, block, block, *_SWISH_FACTORS, None)
+        if name == "silu":
+            return self._keep((name, size), forward, {_SRC: block, _DST: block})
+        backward = self._descriptor("eltwise_backward", _SWISH, block, block, block, *_SWISH_FACTORS, forward, None)
         self.library.dnnl_primitive_desc_destroy(forward)
-        return primitive
+        return self._keep((name, size), backward, {_SRC: block, _DIFF_DST: block, _DIFF_SRC: block})
 
-    def _description(self, array: np.ndarray) -> ctypes.c_void_p:
-        dims = _array_type(ctypes.c_int64, array.ndim)
-        made = ctypes.c_void_p()
-        strides = [stride // array.itemsize for stride in array.strides]
-        _check(self.library.dnnl_memory_desc_create_with_strides(
-            ctypes.byref(made), array.ndim, dims(*array.shape), _DTYPES[array.dtype], dims(*strides)))  # fmt: skip
-        return made
+    def _float32_buffer(self, number: int, array: np.ndarray) -> np.ndarray:
+        """Returns one of the three float32 buffers for an array, with its shape."""
+        if self.buffers[number].size < array.size:
+            self.buffers[number] = np.empty(array.size, np.float32)
+        return self.buffers[number][: array.size].reshape(array.shape)
 
-    def _wide(self, place: int, array: np.ndarray) -> np.ndarray:
-        """Returns scratch memory for an array in float32, with its shape."""
-        if self.wide[place].size < array.size:
-            self.wide[place] = np.empty(array.size, np.float32)
-        return self.wide[place][: array.size].reshape(array.shape)
-
-    def _widened(self, place: int, array: np.ndarray) -> np.ndarray:
-        """Returns a narrow array in float32, dense along the same axis."""
+    def _to_float32(self, number: int, array: np.ndarray) -> np.ndarray:
+        """Returns a narrow array in a float32 buffer, dense along the same axis."""
         if array.strides[-1] != array.itemsize and array.shape[-1] > 1:
-            return self._widened(place, array.swapaxes(-1, -2)).swapaxes(-1, -2)
-        wide = self._wide(place, array)
-        self.cast(array, wide)
-        return wide
+            return self._to_float32(number, array.swapaxes(-1, -2)).swapaxes(-1, -2)
+        buffer = self._float32_buffer(number, array)
+        self.cast(array, buffer)
+        return buffer
 
-    def _sum(self) -> ctypes.c_void_p:
+    def _create(self, function: str, *arguments: Any) -> ctypes.c_void_p:
+        """Returns the object that a function of oneDNN creates."""
+        created = ctypes.c_void_p()
+        _check(getattr(self.library, function)(ctypes.byref(created), *arguments))
+        return created
+
+    def _memory_desc(self, array: np.ndarray) -> ctypes.c_void_p:
+        """Returns the description of an array: shape, dtype and strides."""
+        dims = _array_type(ctypes.c_int64, array.ndim)
+        strides = [stride // array.itemsize for stride in array.strides]
+        return self._create(
+            "dnnl_memory_desc_create_with_strides", array.ndim, dims(*array.shape), _DTYPES[array.dtype], dims(*strides)
+        )
+
+    def _sum_attributes(self) -> ctypes.c_void_p:
         """Returns the attributes of a primitive that adds its result to its output."""
-        after = ctypes.c_void_p()
-        attributes = ctypes.c_void_p()
-        _check(self.library.dnnl_post_ops_create(ctypes.byref(after)))
-        _check(self.library.dnnl_post_ops_append_sum(after, ctypes.c_float(1), 0, 0))
-        _check(self.library.dnnl_primitive_attr_create(ctypes.byref(attributes)))
-        _check(self.library.dnnl_primitive_attr_set_post_ops(attributes, after))
-        self.library.dnnl_post_ops_destroy(after)
+        post_ops = self._create("dnnl_post_ops_create")
+        _check(self.library.dnnl_post_ops_append_sum(post_ops, ctypes.c_float(1), 0, 0))
+        attributes = self._create("dnnl_primitive_attr_create")
+        _check(self.library.dnnl_primitive_attr_set_post_ops(attributes, post_ops))
+        self.library.dnnl_post_ops_destroy(post_ops)
         return attributes
 
-    def _kind(self, name: str, arguments: Sequence, attributes: ctypes.c_void_p | None = None) -> ctypes.c_void_p:
-        made = ctypes.c_void_p()
-        create = getattr(self.library, f"dnnl_{name}_primitive_desc_create")
-        _check(create(ctypes.byref(made), self.engine, *arguments, attributes))
-        if attributes is not None:
-            self.library.dnnl_primitive_attr_destroy(attributes)
-        return made
-
-    def _make(
-        self, key: tuple, name: str, arguments: Sequence, places: Sequence[tuple[int, ctypes.c_void_p]],
-        attributes: ctypes.c_void_p | None = None,
-    ) -> _Primitive:  # fmt: skip
-        """Makes and keeps a primitive; frees its attributes and the descriptions of its arguments, `places`."""
-        return self._keep(key, self._kind(name, arguments, attributes), places)
+    def _descriptor(self, name: str, *arguments: Any) -> ctypes.c_void_p:
+        """Returns the descriptor of a primitive; the last argument has its attributes."""
+        return self._create(f"dnnl_{name}_primitive_desc_create", self.engine, *arguments)
 
     def _keep(
-        self, key: tuple, kind: ctypes.c_void_p, places: Sequence[tuple[int, ctypes.c_void_p]]
+        self, key: tuple, descriptor: ctypes.c_void_p, memory_descs: Mapping[int, ctypes.c_void_p]
     ) -> _Primitive:
-        """Makes and keeps the primitive of a descriptor; frees it and the descriptions of its arguments, `places`."""
-        if len(self.made) == _MAX_PRIMITIVES:
-            for primitive in self.made.values():
+        """Creates and keeps the primitive of a descriptor; frees it and the descriptions of the arguments."""
+        if len(self.primitives) == _MAX_PRIMITIVES:
+            for primitive in self.primitives.values():
                 primitive.close()
-            self.made.clear()
-        made = ctypes.c_void_p()
-        memories = []
-        _check(self.library.dnnl_primitive_create(ctypes.byref(made), kind))
-        self.library.dnnl_primitive_desc_destroy(kind)
-        for place, description in places:
-            memory = ctypes.c_void_p()
-            _check(self.library.dnnl_memory_create(ctypes.byref(memory), description, self.engine, None))
-            memories.append((place, memory))
-        for address in {description.value for _, description in places}:
-            self.library.dnnl_memory_desc_destroy(ctypes.c_void_p(address))
-        self.made[key] = _Primitive(self.library, made, memories)
-        return self.made[key]
+            self.primitives.clear()
+        created = self._create("dnnl_primitive_create", descriptor)
+        self.library.dnnl_primitive_desc_destroy(descriptor)
+        memories = {
+            index: self._create("dnnl_memory_create", memory_desc, self.engine, None)
+            for index, memory_desc in memory_descs.items()
+        }
+        for pointer in {memory_desc.value for memory_desc in memory_descs.values()}:
+            self.library.dnnl_memory_desc_destroy(ctypes.c_void_p(pointer))
+        self.primitives[key] = _Primitive(self.library, created, memories)
+        return self.primitives[key]
 
 
 _SWISH_FACTORS = ctypes.c_float(1), ctypes.c_float(0)  # x sigmoid(1 x)
@@ -327,16 +309,16 @@ def _layout(matrix: np.ndarray) -> tuple[bytes, int]:
     return b"T", max(column_stride // matrix.itemsize, rows)
 
 
-def _conflicts(a: np.ndarray, way_a: bytes, step_a: int, b: np.ndarray, way_b: bytes, step_b: int) -> bool:
+def _conflicts(a: np.ndarray, order_a: bytes, step_a: int, b: np.ndarray, order_b: bytes, step_b: int) -> bool:
     """Returns whether oneDNN's product a b without AVX-512 loses its speed because rows compete for cache lines.
 
     With at most some 380 rows it reads the matrices in place: rows that are a multiple of 2 KiB apart then lie in the
     same few lines of a cache, and the product takes up to 2.5 times as long as NumPy's, which copies them first. With
     both matrices transposed or b alone it reads along the stored rows, and is never slow.
     """
-    if a.dtype != np.float32 or way_b == b"T" or min(*a.shape[-2:], b.shape[-1]) < _WIDE:
+    if a.dtype != np.float32 or order_b == b"T" or min(*a.shape[-2:], b.shape[-1]) < _LEAST_SIZE:
         return False
-    return step_b % _CONFLICT == 0 or (way_a == b"T" and step_a % _CONFLICT == 0)
+    return step_b % _CONFLICT == 0 or (order_a == b"T" and step_a % _CONFLICT == 0)
 
 
 DATA = object.__basicsize__

@@ -145,6 +145,8 @@ def test_products_of_nothing_are_zero(run: NumpyOperators) -> None:
     assert (out == 1).all()
     run.matmul(np.ones((3, 0), np.float32), np.ones((0, 4), np.float32), out)
     assert (out == 0).all()
+    no_matrices = np.ones((0, 3, 2), np.float32).astype(np.float16), np.ones((0, 2, 4), np.float32).astype(np.float16)
+    run.matmul(*no_matrices, np.ones((0, 3, 4), np.float32))
 
 
 def row_wise() -> Iterator[tuple[tuple[int, ...], Callable[..., np.ndarray]]]:

@@ -60,9 +60,9 @@ class CompiledOperators(OneDnnOperators):
         if _are_contiguous(x, out):
             self.compiled.softmax(address(x), address(out), x.size // x.shape[-1], x.shape[-1])
         elif out.dtype == BFLOAT16 and not self.has_avx512:
-            wide = self._wide(2, out)
-            self.softmax(x, wide)
-            self.cast(wide, out)
+            buffer = self._float32_buffer(2, out)
+            self.softmax(x, buffer)
+            self.cast(buffer, out)
         else:
             super().softmax(x, out)
 
@@ -71,9 +71,9 @@ class CompiledOperators(OneDnnOperators):
             size = y.shape[-1]
             self.compiled.softmax_gradient(address(y), address(grad), address(out), y.size // size, size)
         elif out.dtype == BFLOAT16 and not self.has_avx512:
-            wide = self._wide(2, out)
-            self.softmax_gradient(y, grad, wide)
-            self.cast(wide, out)
+            buffer = self._float32_buffer(2, out)
+            self.softmax_gradient(y, grad, buffer)
+            self.cast(buffer, out)
         else:
             super().softmax_gradient(y, grad, out)
 
