@@ -11,6 +11,7 @@ import functools
 import math
 import mmap
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor, mint
@@ -74,11 +75,11 @@ def _madvise() -> Callable[..., int]:
 
 def store(x: np.ndarray, out: np.ndarray) -> None:
     """Writes x to `out`, rounded to its dtype."""
-    if to_bfloat16_if_needed(x, out) is x:
+    if downcast_if_needed(x, out) is x:
         out[...] = x
 
 
-def to_bfloat16_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def downcast_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Returns x if `out` is float32; otherwise writes x to `out`, rounded to its dtype, and returns `out`."""
     if out.dtype == np.float32:
         return x
@@ -86,12 +87,26 @@ def to_bfloat16_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return out
 
 
-def to_float32_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def upcast_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Returns x if it is float32; otherwise writes x to `out`, which is float32, and returns `out`."""
     if x.dtype == np.float32:
         return x
     operators().cast(x, out)
     return out
+
+
+def narrow_like(x: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
+    """Returns x if the dtype is float32, otherwise an uninitialised array of its shape in this dtype."""
+    if dtype == np.float32:
+        return x
+    return empty(*x.shape, dtype=np.dtype(dtype).type)[1]
+
+
+def part_of(array: np.ndarray | None, index: Any) -> np.ndarray | None:
+    """Returns array[index]; None stays None."""
+    if array is None:
+        return None
+    return array[index]
 
 
 def narrow_weight(weight_OI: np.ndarray, dtype: type = BFLOAT16) -> np.ndarray:
@@ -159,9 +174,6 @@ def combine_expert_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray 
     """Writes the sum of each token's rows of y to `out`, weighted by the gates if there are any."""
 
     def add(tokens: slice, thread: int) -> None:
-        gates_nk = None
-        if gates_Nk is not None:
-            gates_nk = gates_Nk[tokens]
-        operators().sum_rows(y, row_Nk[tokens], gates_nk, out[tokens])
+        operators().sum_rows(y, row_Nk[tokens], part_of(gates_Nk, tokens), out[tokens])
 
     host_threads().run(row_blocks(slice(0, len(out)), MOST_MOVED), add)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import empty
+from trainer.arrays.memory import empty, part_of
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
 from trainer.arrays.tiles import CpuRmsNorm, gated, gated_gradient
 from trainer.models.spec.names import POST_MLP_NORM
@@ -139,19 +139,15 @@ class CpuMlp:
         def compute(tile: Tile) -> None:
             """Computes the gradients of gate and up for a tile, and of the down projection's adapter."""
             arrays = [array[tile.rows] for array in saved]
-            inner_nF = None
-            if inner_NF is not None:
-                inner_nF = inner_NF[tile.rows]
-            elif call.gradients.needs(down.lora_a, down.magnitude):
+            inner_nF = part_of(inner_NF, tile.rows)
+            if inner_NF is None and call.gradients.needs(down.lora_a, down.magnitude):
                 inner_nF = tile.take(self.spec.width, dtype)
             grad_inner_nF = tile.take(self.spec.width)
             low_Rn = self.output.backward(call, grad, grad_inner_nF, tile)
             gated_gradient(*self._gate_and_up(arrays), grad_inner_nF, inner_nF, tile, self.spec.activation)
             down.add_adapter_gradients(call, low_Rn, grad.factor_ND[tile.rows], inner_nF, tile)
             # Now the saved arrays hold their gradients.
-            into_nD = None
-            if into_ND is not None:
-                into_nD = into_ND[tile.rows]
+            into_nD = part_of(into_ND, tile.rows)
             y_nD = self.input.recompute_input(call, x_ND, y_ND, tile, dtype, linears)
             for place, (linear, grad_nF) in enumerate(zip(linears, arrays, strict=True)):
                 low_Rn = linear.backward(call, grad_nF, into_nD, tile, accumulate=place > 0)

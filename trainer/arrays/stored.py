@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import host_threads, row_blocks, to_bfloat16_if_needed
+from trainer.arrays.memory import host_threads, row_blocks, downcast_if_needed
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.operators import operators
 from trainer.storage.bfloat16 import as_float32
@@ -74,7 +74,7 @@ def _read(matrix: QuantizedArray, part: slice, out: np.ndarray) -> None:
     if out.dtype != np.float32:
         wide = _scratch(out.size)
     matrix.read(part.start, wide)
-    to_bfloat16_if_needed(wide, out)
+    downcast_if_needed(wide, out)
 
 
 def _scratch(size: int) -> np.ndarray:
@@ -112,7 +112,7 @@ class StoredMatrix:
         wide = self._read_wide(rows, _scratch((rows.stop - rows.start) * self.shape[1]))
         if self.dtype == np.float32:
             return wide
-        return to_bfloat16_if_needed(wide, np.empty(wide.shape, self.dtype))
+        return downcast_if_needed(wide, np.empty(wide.shape, self.dtype))
 
     def decompress_rows(self, rows: slice, out: np.ndarray) -> None:
         """Writes many rows, which threads share, to an array in the dtype of the products."""

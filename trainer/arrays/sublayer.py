@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.arrays.memory import empty, store, to_bfloat16_if_needed, to_float32_if_needed
+from trainer.arrays.memory import empty, narrow_like, store, downcast_if_needed, upcast_if_needed
 from trainer.arrays.operators import operators
 from trainer.arrays.tiles import CpuRmsNorm, Scratch, SublayerCall, Tile
 from trainer.models.spec.names import magnitude_name, norm_bias
@@ -76,7 +76,7 @@ class CpuLinear:
         if bias_O is not None:
             wide_nO += bias_O
         if wide_nO is not out_nO:
-            to_bfloat16_if_needed(wide_nO, out_nO)
+            downcast_if_needed(wide_nO, out_nO)
 
     def _factors(self, call: SublayerCall) -> np.ndarray | None:
         """Returns what DoRA multiplies the outputs by, [O]; None without DoRA."""
@@ -98,7 +98,7 @@ class CpuLinear:
             low_oR = np.ascontiguousarray(weights[self.lora_b][rows])
             operators().matmul(low_oR, weights[self.lora_a], merged_oI)
             merged_oI *= np.float32(self.adapter.scale)
-            merged_oI += to_float32_if_needed(weight_OI[rows], np.empty(merged_oI.shape, np.float32))
+            merged_oI += upcast_if_needed(weight_OI[rows], np.empty(merged_oI.shape, np.float32))
             lengths_O[rows] = np.sqrt(np.einsum("oi,oi->o", merged_oI, merged_oI))
         return lengths_O
 
@@ -127,7 +127,7 @@ class CpuLinear:
         low_Rn = tile.take_array(self.adapter.rank, tile.size)
         operators().matmul(factor_RI, x_nI.T, low_Rn)
         np.multiply(low_Rn, np.float32(self.adapter.scale), out=low_Rn)
-        return to_bfloat16_if_needed(low_Rn, tile.take_array(*low_Rn.shape, dtype=x_nI.dtype))
+        return downcast_if_needed(low_Rn, tile.take_array(*low_Rn.shape, dtype=x_nI.dtype))
 
     def _saved_low(self, call: SublayerCall) -> np.ndarray:
         """Returns the array that `apply_lora_a` saves, [R, N]."""
@@ -169,7 +169,7 @@ class CpuLinear:
         elif low_Rn is not None:
             operators().matmul(low_Rn.T, weights[self.lora_a], wide_nI, True)
         if wide_nI is not into_nI:
-            to_bfloat16_if_needed(wide_nI, into_nI)
+            downcast_if_needed(wide_nI, into_nI)
         return low_Rn
 
     def backward_rows(
@@ -179,17 +179,13 @@ class CpuLinear:
 
         `grad_NO` and x are float32.
         """
-        dtype = call.weights[self.weight].dtype
-        factor_NO = grad_NO
-        input_NI = x_NI
-        if dtype != np.float32:
-            factor_NO = empty(*grad_NO.shape, dtype=dtype)[1]
-            input_NI = empty(*x_NI.shape, dtype=dtype)[1]
+        factor_NO = narrow_like(grad_NO, call.weights[self.weight].dtype)
+        input_NI = narrow_like(x_NI, call.weights[self.weight].dtype)
 
         def compute(tile: Tile) -> None:
             """Keeps the inputs and the gradients of a tile for the weight's gradient, and computes that of x."""
-            to_bfloat16_if_needed(x_NI[tile.rows], input_NI[tile.rows])
-            factor_nO = to_bfloat16_if_needed(grad_NO[tile.rows], factor_NO[tile.rows])
+            downcast_if_needed(x_NI[tile.rows], input_NI[tile.rows])
+            factor_nO = downcast_if_needed(grad_NO[tile.rows], factor_NO[tile.rows])
             self.backward(call, factor_nO, out_NI[tile.rows], tile)
 
         scratch.run(len(x_NI), compute)
@@ -341,9 +337,9 @@ class NormedInput:
         scale_n = self.norm.scales(x_nD)
         if "scale" in call.saved:
             call.saved["scale"][tile.rows, 0] = scale_n
-        y_nD = tile.take(x_nD.shape[1])
-        self.norm(x_nD, call.weights[self.norm_name], scale_n, y_nD, call.weights.get(self.norm_bias))
-        return tile.cast(y_nD, dtype)
+        y_nD = tile.take(x_nD.shape[1], dtype)
+        self.norm.write(x_nD, call.weights[self.norm_name], scale_n, y_nD, tile, call.weights.get(self.norm_bias))
+        return y_nD
 
     def begin_backward(
         self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, dtype: type, linears: Sequence[CpuLinear]
@@ -356,9 +352,8 @@ class NormedInput:
         if self.gathers:
             normed_ND = call.saved["normed"]
             return normed_ND, empty(*normed_ND.shape)[1]
-        if self.tensor is None:
-            into_ND = out_ND
-        else:
+        into_ND: np.ndarray | None = out_ND
+        if self.tensor is not None:
             into_ND = empty(*x_ND.shape)[1]
         of_norm = call.gradients.needs(self.norm_name, self.norm_bias)
         if self.tensor is None and not call.input_gradient and not of_norm:
@@ -385,13 +380,9 @@ class NormedInput:
             if self.norm is None:
                 store(x_nD, y_nD)
             else:
-                if y_nD.dtype == np.float32:
-                    wide_nD = y_nD
-                else:
-                    wide_nD = tile.take(x_nD.shape[1])
                 scale_n = call.saved["scale"][tile.rows, 0]
-                self.norm(x_nD, call.weights[self.norm_name], scale_n, wide_nD, call.weights.get(self.norm_bias))
-                to_bfloat16_if_needed(wide_nD, y_nD)
+                bias_D = call.weights.get(self.norm_bias)
+                self.norm.write(x_nD, call.weights[self.norm_name], scale_n, y_nD, tile, bias_D)
         return y_nD
 
     def backward(
@@ -529,15 +520,10 @@ class SublayerOutput:
         if self._changes(call):
             local_ND = empty(*grad_ND.shape)[1]
             self.scratch.run(len(grad_ND), lambda tile: self._gradient(call, grad_ND, local_ND, tile))
-        if self.tensor is None:
-            every_ND = local_ND
-        else:
+        every_ND = local_ND
+        if self.tensor is not None:
             every_ND = self.tensor.gather_tokens(local_ND)
-        if dtype == np.float32:
-            factor_ND = every_ND
-        else:
-            factor_ND = empty(*every_ND.shape, dtype=dtype)[1]
-        return OutputGradient(local_ND, every_ND, factor_ND)
+        return OutputGradient(local_ND, every_ND, narrow_like(every_ND, dtype))
 
     def _gradient(self, call: SublayerCall, grad_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
         out_nD = out_ND[tile.rows]
@@ -555,7 +541,7 @@ class SublayerOutput:
         self, call: SublayerCall, grad: OutputGradient, into_nI: np.ndarray, tile: Tile
     ) -> np.ndarray | None:
         """Writes the gradient of a tile of y, and returns the result of `CpuLinear.backward`."""
-        factor_nD = to_bfloat16_if_needed(grad.every_ND[tile.rows], grad.factor_ND[tile.rows])
+        factor_nD = downcast_if_needed(grad.every_ND[tile.rows], grad.factor_ND[tile.rows])
         return self.linear.backward(call, factor_nD, into_nI, tile)
 
     def end_backward(self, call: SublayerCall, grad: OutputGradient, y_NI: np.ndarray | None) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed, to_float32_if_needed
+from trainer.arrays.memory import empty, host_threads, row_blocks, downcast_if_needed, upcast_if_needed
 from trainer.arrays.operators import operators
 from trainer.models.spec.names import norm_bias
 
@@ -149,13 +149,17 @@ class Tile:
         """Returns x in `dtype`: x itself if it has this dtype, otherwise a rounded copy."""
         if x_nI.dtype == dtype:
             return x_nI
-        return to_bfloat16_if_needed(x_nI, self.take(x_nI.shape[1], dtype))
+        return downcast_if_needed(x_nI, self.take(x_nI.shape[1], dtype))
+
+    def float32_like(self, x_nI: np.ndarray) -> np.ndarray:
+        """Returns x if it is float32, otherwise an uninitialised float32 array of its shape."""
+        if x_nI.dtype == np.float32:
+            return x_nI
+        return self.take(x_nI.shape[1])
 
     def to_float32(self, x_nI: np.ndarray) -> np.ndarray:
         """Returns x in float32: x itself if it is float32, otherwise a copy."""
-        if x_nI.dtype == np.float32:
-            return x_nI
-        return to_float32_if_needed(x_nI, self.take(x_nI.shape[1]))
+        return upcast_if_needed(x_nI, self.float32_like(x_nI))
 
 
 def shared_product(
@@ -201,12 +205,21 @@ class CpuRmsNorm:
         if bias_D is not None:
             out_nD += bias_D
 
+    def write(
+        self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, out_nD: np.ndarray, tile: Tile,
+        bias_D: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Writes y for the rows of a tile of float32 numbers, rounded to the dtype of `out_nD`."""
+        wide_nD = tile.float32_like(out_nD)
+        self(x_nD, weight_D, scale_n, wide_nD, bias_D)
+        downcast_if_needed(wide_nD, out_nD)
+
     def apply(self, x_nD: np.ndarray, weight_D: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns y for the rows of a tile, in the dtype of x."""
         wide_nD = tile.to_float32(x_nD)
-        y_nD = tile.take(x_nD.shape[1])
-        self(wide_nD, weight_D, self.scales(wide_nD), y_nD)
-        return tile.cast(y_nD, x_nD.dtype)
+        y_nD = tile.take(x_nD.shape[1], x_nD.dtype.type)
+        self.write(wide_nD, weight_D, self.scales(wide_nD), y_nD, tile)
+        return y_nD
 
     def backward(
         self, call: SublayerCall, name: str, x_nD: np.ndarray, grad_nD: np.ndarray, tile: Tile,
@@ -290,11 +303,7 @@ class WeightGradients:
         """Adds the gradient of the bias `name`, the sum of the rows, if the bias is trained."""
         if name in self.trained:
             self.tensors[name], array = empty(grad_NO.shape[1])
-            if grad_NO.dtype == np.float32:
-                wide = grad_NO
-            else:
-                wide = to_float32_if_needed(grad_NO, np.empty(grad_NO.shape, np.float32))
-            np.sum(wide, 0, out=array)
+            np.sum(upcast_if_needed(grad_NO, np.empty(grad_NO.shape, np.float32)), 0, out=array)
 
     def add_tile(self, name: str, tile: Tile, gradient: np.ndarray) -> None:
         """Adds the contribution of a tile to the gradient of a vector or small matrix. Several threads may call it."""
@@ -320,7 +329,7 @@ def gated(
     gate_nF: np.ndarray, up_nF: np.ndarray | None, out_nF: np.ndarray, tile: Tile, activation: Activation
 ) -> None:
     """Writes activation(gate) * up in float32 to `out_nF`, which may be gate if gate is float32; no up is 1."""
-    gate_nF = to_float32_if_needed(gate_nF, out_nF)
+    gate_nF = upcast_if_needed(gate_nF, out_nF)
     if up_nF is not None:
         up_nF = tile.to_float32(up_nF)
     operators().gated(gate_nF, up_nF, out_nF, activation)
@@ -340,12 +349,12 @@ def gated_gradient(
     if up_nF is not None:
         wide_up_nF = tile.to_float32(up_nF)
     wide_inner_nF = inner_nF
-    if inner_nF is not None and inner_nF.dtype != np.float32:
-        wide_inner_nF = tile.take(width)
+    if inner_nF is not None:
+        wide_inner_nF = tile.float32_like(inner_nF)
     operators().gated_gradient(wide_gate_nF, wide_up_nF, grad_nF, wide_inner_nF, tile.take(width), activation)
     for wide_nF, narrow_nF in ((wide_gate_nF, gate_nF), (wide_up_nF, up_nF), (wide_inner_nF, inner_nF)):
         if wide_nF is not None and narrow_nF is not None:
-            to_bfloat16_if_needed(wide_nF, narrow_nF)
+            downcast_if_needed(wide_nF, narrow_nF)
 
 
 def clamped_swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray, limit: float, alpha: float) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import row_blocks, to_bfloat16_if_needed
+from trainer.arrays.memory import part_of, row_blocks, downcast_if_needed
 from trainer.arrays.numpy_operators import soft_cap
 from trainer.arrays.operators import operators
 
@@ -79,7 +79,7 @@ class BlockAttention:
                 else:
                     run.softmax(scores, scores)
                     scores[..., :keys] *= mask[:, group]
-                    to_bfloat16_if_needed(scores, probabilities)
+                    downcast_if_needed(scores, probabilities)
                 out = self._queries(out_NV, block, heads, group, self.value_size)
                 run.matmul(probabilities[..., :keys], v, out)
 
@@ -111,18 +111,13 @@ class BlockAttention:
                 grad_q = self._queries(grad_q_NC, block, heads, group, self.head_size)
                 shape = len(q), q.shape[1], k.shape[1] + self.extra_keys
                 buffers = [_view(buffer, *shape) for buffer in (*wide_buffers, *narrow_buffers)]
-                group_mask = None
-                if mask is not None:
-                    group_mask = mask[:, group]
                 slope = None
                 if slope_buffer is not None:
                     slope = _view(slope_buffer, *shape)[..., : k.shape[1]]
-                sink = None
-                if sinks_KG is not None:
-                    sink = sinks_KG[heads, group]
                 grad_sink = _block_gradients(
-                    block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, group_mask, self.cap, slope, sink
-                )
+                    block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, part_of(mask, (slice(None), group)),
+                    self.cap, slope, part_of(sinks_KG, (heads, group)),
+                )  # fmt: skip
                 if grad_sinks_KG is not None:
                     grad_sinks_KG[heads, group] += grad_sink
 
@@ -218,7 +213,7 @@ def _block_gradients(
         kept = kept * mask
         if factor.dtype == kept.dtype:
             factor = kept
-    to_bfloat16_if_needed(kept, factor)
+    downcast_if_needed(kept, factor)
     run.matmul(factor.swapaxes(1, 2), grad, grad_v, True)
     grad_sink_h = None
     if slope is None and sink_h is None:
@@ -229,7 +224,7 @@ def _block_gradients(
             grad_sink_h = grad_scores[..., keys].sum(1)
         if slope is not None:
             grad_scores[..., :keys] *= slope
-        to_bfloat16_if_needed(grad_scores, grad_factor)
+        downcast_if_needed(grad_scores, grad_factor)
     grad_factor = grad_factor[..., :keys]
     run.matmul(grad_factor, k, grad_q)
     run.matmul(grad_factor.swapaxes(1, 2), q, grad_k, True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.arrays.memory import host_threads
+from trainer.arrays.memory import host_threads, part_of
 from trainer.arrays.operators import operators
 from trainer.models.spec.visibility import attention_bias
 
@@ -99,13 +99,9 @@ def attend_cached(
         def attend_one(place: tuple[int, ...], thread: int) -> None:
             """Writes the attention of the query heads that share a key head, for one sequence."""
             one = tuple(slice(index, index + 1) for index in place)
-            sequence_mask = None
-            if mask is not None:
-                sequence_mask = mask[one[0]]
-            head_sinks = None
-            if sinks is not None:
-                head_sinks = sinks[one[1]]
-            operators().attend(q[one], keys[one], values[one], sequence_mask, cap, head_sinks, out[one])
+            operators().attend(
+                q[one], keys[one], values[one], part_of(mask, one[0]), cap, part_of(sinks, one[1]), out[one]
+            )
 
         threads.run(np.ndindex(rows, kv_heads), attend_one)
     out = out.reshape(rows, kv_heads, queries, -1).transpose(0, 2, 1, 3)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.attention.cache import attend_cached
-from trainer.arrays.memory import empty, store, to_bfloat16_if_needed
+from trainer.arrays.memory import empty, narrow_like, store, downcast_if_needed
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm
 from trainer.models.spec.model import NormSpec
@@ -113,9 +113,8 @@ class LatentProjections:
         """
         x_nD = x_ND[tile.rows]
         scale_n = self.norm.scales(x_nD)
-        wide_nD = tile.take(x_nD.shape[1])
-        self.norm(x_nD, call.weights[INPUT_NORM], scale_n, wide_nD)
-        y_nD = tile.cast(wide_nD, dtype)
+        y_nD = tile.take(x_nD.shape[1], dtype)
+        self.norm.write(x_nD, call.weights[INPUT_NORM], scale_n, y_nD, tile)
         if call.save:
             call.saved["scale"][tile.rows, 0] = scale_n
         queries_from = y_nD
@@ -164,7 +163,7 @@ class LatentProjections:
     ) -> None:  # fmt: skip
         rotation_n1h = rotation_N1h[tile.rows]
         q_nC = q_NC[tile.rows]
-        to_bfloat16_if_needed(self._queries(call, queries_from, rotation_n1h, q_nC, tile), q_nC)
+        downcast_if_needed(self._queries(call, queries_from, rotation_n1h, q_nC, tile), q_nC)
         key_nR = tile.cast(self._rotated_key(key_nR, rotation_n1h, tile), q_nC.dtype)
         both = tile.take(self.heads * (self.nope_size + self.value_size), q_nC.dtype)
         self.key_value.forward(call, latent_nL, both, tile)
@@ -178,10 +177,7 @@ class LatentProjections:
         self, call: SublayerCall, queries_from: np.ndarray, rotation_n1h: np.ndarray, out_nC: np.ndarray, tile: Tile
     ) -> np.ndarray:
         """Returns rotated and scaled queries in float32, in `out_nC` if it is float32."""
-        if out_nC.dtype == np.float32:
-            wide_nC = out_nC
-        else:
-            wide_nC = tile.take(out_nC.shape[1])
+        wide_nC = tile.float32_like(out_nC)
         self.query.forward(call, queries_from, wide_nC, tile)
         self.rotary.apply(self._by_head(wide_nC)[..., self.nope_size :], rotation_n1h)
         wide_nC *= self.scale
@@ -232,7 +228,7 @@ class LatentProjections:
             grad_ND: Gradient of the residual stream after the sublayer.
         """
         dtype = call.saved["q"].dtype
-        pass_ = _LatentBackward(self, call, x_ND, len(grads[0]), dtype)
+        pass_ = _LatentBackward(self, call, x_ND, grads[0], dtype)
         if self.tensor is None:
 
             def compute(tile: Tile) -> None:
@@ -263,24 +259,24 @@ class LatentProjections:
             self.scratch.run(len(grad_NG), compute_heads)
             sums_nG = self.tensor.reduce_partial(grad_NG)
             self.scratch.run(len(x_ND), compute_latents)
-        pass_.add_gradients(grads[0])
+        pass_.add_gradients()
 
 
 class _LatentBackward:
     """One backward pass. It keeps the inputs and gradients of the four matrices, [N, ...], for their gradients."""
 
-    def __init__(self, of: LatentProjections, call: SublayerCall, x_ND: np.ndarray, rows: int, dtype: type) -> None:
+    def __init__(
+        self, of: LatentProjections, call: SublayerCall, x_ND: np.ndarray, grad_q_NC: np.ndarray, dtype: type
+    ) -> None:
         self.of = of
         self.call = call
         self.x_ND = x_ND
-        self.dtype = dtype
+        rows = len(grad_q_NC)
         stream = len(x_ND)
         self.y_ND = empty(*x_ND.shape, dtype=dtype)[1]
         self.down_grad = empty(stream, of.rank + of.rope_size, dtype=dtype)[1]
         self.key_value_grad = empty(rows, of.heads * (of.nope_size + of.value_size), dtype=dtype)[1]
-        self.query_grad: np.ndarray | None = None
-        if dtype != np.float32:
-            self.query_grad = empty(rows, of.heads * (of.nope_size + of.rope_size), dtype=dtype)[1]
+        self.query_grad = narrow_like(grad_q_NC, dtype)
         self.latent_NL = empty(rows, of.rank, dtype=dtype)[1]
         self.queries_from = self.y_ND
         if of.has_query_latent or of.gathers:
@@ -295,12 +291,8 @@ class _LatentBackward:
         of = self.of
         call = self.call
         y_nD = self.y_ND[tile.rows]
-        if self.dtype == np.float32:
-            wide_nD = y_nD
-        else:
-            wide_nD = tile.take(y_nD.shape[1])
-        of.norm(self.x_ND[tile.rows], call.weights[INPUT_NORM], call.saved["scale"][tile.rows, 0], wide_nD)
-        to_bfloat16_if_needed(wide_nD, y_nD)
+        scale_n = call.saved["scale"][tile.rows, 0]
+        of.norm.write(self.x_ND[tile.rows], call.weights[INPUT_NORM], scale_n, y_nD, tile)
         queries_from = y_nD
         if of.has_query_latent:
             queries_from = _apply(of.query_norm, call, _QUERY_NORM, call.saved["query_latent"][tile.rows], tile)
@@ -319,9 +311,7 @@ class _LatentBackward:
         grad_q_nC, grad_k_nC, grad_v_nV = (grad[tile.rows] for grad in grads)
         grad_q_nC *= of.scale
         of.rotary.apply(of._by_head(grad_q_nC)[..., of.nope_size :], rotation_n1h)
-        factor_nC = grad_q_nC
-        if self.query_grad is not None:
-            factor_nC = to_bfloat16_if_needed(grad_q_nC, self.query_grad[tile.rows])
+        factor_nC = downcast_if_needed(grad_q_nC, self.query_grad[tile.rows])
         made_from, latent_nL = latents
         if self.queries_from is not self.y_ND:
             self.queries_from[tile.rows] = made_from
@@ -378,14 +368,11 @@ class _LatentBackward:
         norm.backward(self.call, weight, self.call.saved[saved][tile.rows], input_grad_nQ, tile)
         return input_grad_nQ
 
-    def add_gradients(self, grad_q_NC: np.ndarray) -> None:
-        """Adds the gradients of the four matrices; `grad_q_NC` is that of the queries."""
+    def add_gradients(self) -> None:
+        """Adds the gradients of the four matrices."""
         of = self.of
         call = self.call
-        query_grad = grad_q_NC
-        if self.query_grad is not None:
-            query_grad = self.query_grad
-        of.query.add_gradients(call, query_grad, self.queries_from)
+        of.query.add_gradients(call, self.query_grad, self.queries_from)
         of.key_value.add_gradients(call, self.key_value_grad, self.latent_NL)
         of.down.add_gradients(call, self.down_grad, self.y_ND)
         if self.query_down_grad is not None:

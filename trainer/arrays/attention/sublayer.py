@@ -18,7 +18,14 @@ from trainer.arrays.attention.blocks import BlockAttention
 from trainer.arrays.attention.cache import KVCache, attend_cached
 from trainer.arrays.attention.latent import LatentProjections
 from trainer.arrays.attention.positions import CpuRotary
-from trainer.arrays.memory import empty, host_threads, to_bfloat16_if_needed, to_float32_if_needed
+from trainer.arrays.memory import (
+    empty,
+    host_threads,
+    narrow_like,
+    part_of,
+    downcast_if_needed,
+    upcast_if_needed,
+)
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
 from trainer.arrays.tiles import CpuRmsNorm
 from trainer.models.spec.names import INPUT_NORM, POST_ATTENTION_NORM, SINKS
@@ -86,10 +93,7 @@ class HeadProjections:
         self, call: SublayerCall, name: str, y_nD: np.ndarray, out_nC: np.ndarray, rotation_n1h: np.ndarray, tile: Tile
     ) -> None:
         linear = self.linears["qkv".index(name)]
-        if out_nC.dtype == np.float32:
-            wide_nC = out_nC
-        else:
-            wide_nC = tile.take(out_nC.shape[1])
+        wide_nC = tile.float32_like(out_nC)
         if name not in self.head_norms:
             linear.forward(call, y_nD, wide_nC, tile)
         else:
@@ -97,10 +101,10 @@ class HeadProjections:
             if call.saved:
                 plain_nC = call.saved[f"plain_{name}"][tile.rows]
             linear.forward(call, y_nD, plain_nC, tile)
-            x_nC = to_float32_if_needed(plain_nC, wide_nC)
+            x_nC = upcast_if_needed(plain_nC, wide_nC)
             if self.norms_rotated:
                 self.rotary.apply(x_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
-                to_bfloat16_if_needed(x_nC, plain_nC)
+                downcast_if_needed(x_nC, plain_nC)
             self._norm_heads(call, name, x_nC, wide_nC)
         self._rotate(name, wide_nC, out_nC, rotation_n1h, tile)
 
@@ -117,7 +121,7 @@ class HeadProjections:
             self.rotary.apply(wide_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
         if name == "q":
             wide_nC *= self.scale
-        to_bfloat16_if_needed(wide_nC, out_nC)
+        downcast_if_needed(wide_nC, out_nC)
 
     def recompute(
         self, call: SublayerCall, positions: TokenPositions, q_NC: np.ndarray, k_NK: np.ndarray
@@ -130,10 +134,8 @@ class HeadProjections:
             for name, out_NC in (("q", q_NC), ("k", k_NK)):
                 out_nC = out_NC[tile.rows]
                 plain_nC = call.saved[f"plain_{name}"][tile.rows]
-                wide_nC = out_nC
-                if out_nC.dtype != np.float32:
-                    wide_nC = tile.take(out_nC.shape[1])
-                self._norm_heads(call, name, to_float32_if_needed(plain_nC, wide_nC), wide_nC)
+                wide_nC = tile.float32_like(out_nC)
+                self._norm_heads(call, name, upcast_if_needed(plain_nC, wide_nC), wide_nC)
                 self._rotate(name, wide_nC, out_nC, rotation_N1h[tile.rows], tile)
 
         self.scratch.run(len(q_NC), compute)
@@ -163,9 +165,7 @@ class HeadProjections:
         dtype = call.saved["v"].dtype
         rotation_N1h = positions.select_rotation(self.window)
         y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, self.linears)
-        narrow = grads  # the gradients in the dtype of the products
-        if dtype != np.float32:
-            narrow = [empty(*grad.shape, dtype=dtype)[1] for grad in grads]
+        narrow = [narrow_like(grad, dtype) for grad in grads]  # the gradients in the dtype of the products
 
         def compute(tile: Tile) -> None:
             tile_grads = [grad[tile.rows] for grad in grads]
@@ -177,12 +177,10 @@ class HeadProjections:
                 self.rotary.apply(grad_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
                 if self.head_norms and not self.norms_rotated:
                     self._head_norm_gradient(call, name, grad_nC, tile)
-            into_nD = None
-            if into_ND is not None:
-                into_nD = into_ND[tile.rows]
+            into_nD = part_of(into_ND, tile.rows)
             y_nD = self.input.recompute_input(call, x_ND, y_ND, tile, dtype, self.linears)
             for place, (linear, grad_nC, narrow_NC) in enumerate(zip(self.linears, tile_grads, narrow, strict=True)):
-                factor_nC = to_bfloat16_if_needed(grad_nC, narrow_NC[tile.rows])
+                factor_nC = downcast_if_needed(grad_nC, narrow_NC[tile.rows])
                 low_Rn = linear.backward(call, factor_nC, into_nD, tile, accumulate=place > 0)
                 linear.add_adapter_gradients(call, low_Rn, factor_nC, y_nD, tile)
             if into_nD is not None:
@@ -261,7 +259,9 @@ class CpuAttention:
         self.output.begin_forward(call, x_ND, tokens)
 
         tasks = [(sequence, block) for sequence in sequences for block in sequence.blocks]
-        max_logits = np.zeros((len(tasks), self.attention.kv_heads, self.attention.groups), np.float32)
+        max_logits = None
+        if call.max_logits is not None:
+            max_logits = np.zeros((len(tasks), self.attention.kv_heads, self.attention.groups), np.float32)
         sinks_KG = self._sinks(call)
 
         def attend(number: int, thread: int) -> None:
@@ -269,11 +269,8 @@ class CpuAttention:
             sequence, block = tasks[number]
             tile = self.scratch.tile(block.queries, thread)
             inputs = arrays["q"], arrays["k"], arrays["v"]
-            max_of_task = None
-            if call.max_logits is not None:
-                max_of_task = max_logits[number]
             self.attention.forward(
-                sequence, block, *inputs, heads_NV, tile, call.dropout, call.save, max_of_task, sinks_KG
+                sequence, block, *inputs, heads_NV, tile, call.dropout, call.save, part_of(max_logits, number), sinks_KG
             )
             if self.ulysses == 1:
                 self.output.forward(call, x_ND, heads_NV[tile.rows], out_ND, tile)
@@ -284,7 +281,7 @@ class CpuAttention:
             return keys.stop - keys.start
 
         host_threads().run(range(len(tasks)), attend, count_keys)
-        if call.max_logits is not None:
+        if max_logits is not None:
             np.maximum(call.max_logits, max_logits.max(0).reshape(-1), out=call.max_logits)
         if self.context is not None and self.ulysses > 1:
             local_NV = arrays["heads"]
@@ -371,25 +368,21 @@ class CpuAttention:
         grads = [empty(*inputs[name].shape)[1] for name in "qkv"]
         sinks_KG = self._sinks(call)
         tasks = list(self.attention.tasks(sequences, _MIN_TASKS))
-        sinks_shape = 0, 0
+        sink_grads = None
         if sinks_KG is not None:
-            sinks_shape = sinks_KG.shape
-        sink_grads = np.zeros((len(tasks), *sinks_shape), np.float32)  # in the order of the tasks: equal bits
+            sink_grads = np.zeros((len(tasks), *sinks_KG.shape), np.float32)  # in the order of the tasks: equal bits
 
         def attend(number: int, thread: int) -> None:
             """Computes the gradients of queries, keys and values for some heads of a sequence."""
             sequence, heads = tasks[number]
-            grad_sinks_KG = None
-            if sinks_KG is not None:
-                grad_sinks_KG = sink_grads[number]
             tile = self.scratch.tile(sequence.keys, thread)
             self.attention.backward(
                 sequence, heads, inputs["q"], inputs["k"], inputs["v"], grad_heads_NV, grads[0], grads[1], grads[2],
-                tile, call.dropout, sinks_KG, grad_sinks_KG,
+                tile, call.dropout, sinks_KG, part_of(sink_grads, number),
             )  # fmt: skip
 
         host_threads().run(range(len(tasks)), attend)
-        if sinks_KG is not None and call.gradients.needs(SINKS):
+        if sink_grads is not None and call.gradients.needs(SINKS):
             self._add_sink_gradients(call, sink_grads.sum(0).reshape(-1))
         if context is not None:
             grads[0] = context.to_tokens(grads[0], self.spec.heads, len(sequences))

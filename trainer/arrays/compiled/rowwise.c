@@ -180,16 +180,16 @@ INLINE V gate_slope(V x, V *active, int kind) {
     return s * (1.0f + inner * (1.0f - s));
 }
 
+/* At most LANES numbers; the compiler knows LANES itself as `size` of all but the last ones. */
+INLINE void gated_lanes(const float *gate, const float *up, float *out, long size, int kind) {
+    V active = gate_of(load_end(gate, size), kind);
+    store_end(out, up ? active * load_end(up, size) : active, size);
+}
+
 INLINE void gated_kind(const float *gate, const float *up, float *out, long size, int kind) {
     long i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        V active = gate_of(load(gate + i), kind);
-        store(out + i, up ? active * load(up + i) : active);
-    }
-    long end = size - i;
-    if (!end) return;
-    V active = gate_of(load_end(gate + i, end), kind);
-    store_end(out + i, up ? active * load_end(up + i, end) : active, end);
+    for (; i + LANES <= size; i += LANES) gated_lanes(gate + i, up ? up + i : NULL, out + i, LANES, kind);
+    if (i < size) gated_lanes(gate + i, up ? up + i : NULL, out + i, size - i, kind);
 }
 
 /* A function for each kind, which the compiler knows, and for no up. */
@@ -210,35 +210,26 @@ EXPORT void gated(const float *gate, const float *up, float *out, long size, int
     FOR_KIND(gated_kind, kind, gate, up, out, size);
 }
 
-INLINE void gated_gradient_kind(float *gate, float *up, const float *grad, float *result, long size, int kind) {
-    V active;
-    long i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        V g = load(grad + i);
-        V slope = gate_slope(load(gate + i), &active, kind);
-        if (up) {
-            V u = load(up + i);
-            if (result) store(result + i, active * u);
-            store(gate + i, g * u * slope);
-            store(up + i, g * active);
-        } else {
-            if (result) store(result + i, active);
-            store(gate + i, g * slope);
-        }
-    }
-    long end = size - i;
-    if (!end) return;
-    V g = load_end(grad + i, end);
-    V slope = gate_slope(load_end(gate + i, end), &active, kind);
+INLINE void gated_gradient_lanes(float *gate, float *up, const float *grad, float *result, long size, int kind) {
+    V active, g = load_end(grad, size);
+    V slope = gate_slope(load_end(gate, size), &active, kind);
     if (up) {
-        V u = load_end(up + i, end);
-        if (result) store_end(result + i, active * u, end);
-        store_end(gate + i, g * u * slope, end);
-        store_end(up + i, g * active, end);
+        V u = load_end(up, size);
+        if (result) store_end(result, active * u, size);
+        store_end(gate, g * u * slope, size);
+        store_end(up, g * active, size);
     } else {
-        if (result) store_end(result + i, active, end);
-        store_end(gate + i, g * slope, end);
+        if (result) store_end(result, active, size);
+        store_end(gate, g * slope, size);
     }
+}
+
+INLINE void gated_gradient_kind(float *gate, float *up, const float *grad, float *result, long size, int kind) {
+    long i = 0;
+    for (; i + LANES <= size; i += LANES)
+        gated_gradient_lanes(gate + i, up ? up + i : NULL, grad + i, result ? result + i : NULL, LANES, kind);
+    if (i == size) return;
+    gated_gradient_lanes(gate + i, up ? up + i : NULL, grad + i, result ? result + i : NULL, size - i, kind);
 }
 
 /* Replaces gate and up by their gradients; `result` receives the product unless it is NULL. Up may be NULL, too. */
@@ -328,29 +319,20 @@ typedef struct {
     float scale, rate, eps, new_first, beta2, new_second, keep;
 } AdamW;
 
-INLINE V updated(V weight, V *first, V *second, V gradient, const AdamW *a) {
-    gradient *= a->scale;
-    *first += (gradient - *first) * a->new_first;
-    *second = *second * a->beta2 + gradient * gradient * a->new_second;
-    return weight * a->keep - *first / (root(*second) + a->eps) * a->rate;
+INLINE void adamw_lanes(float *weight, float *first, float *second, const float *gradient, long size, const AdamW *a) {
+    V g = load_end(gradient, size) * a->scale, m = load_end(first, size);
+    m += (g - m) * a->new_first;
+    V v = load_end(second, size) * a->beta2 + g * g * a->new_second;
+    store_end(weight, load_end(weight, size) * a->keep - m / (root(v) + a->eps) * a->rate, size);
+    store_end(first, m, size);
+    store_end(second, v, size);
 }
 
 /* Adds the gradient to both moments; then weight = keep weight - rate first / (sqrt(second) + eps). */
 EXPORT void adamw(float *weight, float *first, float *second, const float *gradient, long size, const AdamW *a) {
     long i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        V m = load(first + i), v = load(second + i);
-        store(weight + i, updated(load(weight + i), &m, &v, load(gradient + i), a));
-        store(first + i, m);
-        store(second + i, v);
-    }
-    long end = size - i;
-    if (end) {
-        V m = load_end(first + i, end), v = load_end(second + i, end);
-        store_end(weight + i, updated(load_end(weight + i, end), &m, &v, load_end(gradient + i, end), a), end);
-        store_end(first + i, m, end);
-        store_end(second + i, v, end);
-    }
+    for (; i + LANES <= size; i += LANES) adamw_lanes(weight + i, first + i, second + i, gradient + i, LANES, a);
+    if (i < size) adamw_lanes(weight + i, first + i, second + i, gradient + i, size - i, a);
 }
 
 /* Rounds to bfloat16, to nearest, ties to even; NaN stays NaN. */
@@ -380,16 +362,16 @@ INLINE void to_float32_row(const uint16_t *x, float *out, long size) {
 }
 
 /* Both cast matrices [rows, size]; the steps are the distances of matrices and of rows. */
+#define FOR_ROWS(cast_row)                                                              \
+    for (long matrix = 0; matrix < matrices; matrix++, x += matrix_step, out += out_matrix_step) \
+        for (long row = 0; row < rows; row++) cast_row(x + row * row_step, out + row * out_row_step, size)
+
 EXPORT void to_bfloat16(const float *x, uint16_t *out, long matrices, long rows, long size, long matrix_step,
                         long row_step, long out_matrix_step, long out_row_step) {
-    for (long matrix = 0; matrix < matrices; matrix++, x += matrix_step, out += out_matrix_step)
-        for (long row = 0; row < rows; row++)
-            to_bfloat16_row(x + row * row_step, out + row * out_row_step, size);
+    FOR_ROWS(to_bfloat16_row);
 }
 
 EXPORT void to_float32(const uint16_t *x, float *out, long matrices, long rows, long size, long matrix_step,
                        long row_step, long out_matrix_step, long out_row_step) {
-    for (long matrix = 0; matrix < matrices; matrix++, x += matrix_step, out += out_matrix_step)
-        for (long row = 0; row < rows; row++)
-            to_float32_row(x + row * row_step, out + row * out_row_step, size);
+    FOR_ROWS(to_float32_row);
 }

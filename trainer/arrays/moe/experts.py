@@ -99,11 +99,7 @@ class CpuExperts:
             take_tokens(x_ND, routing.token_R[rows], x_rD)
             run.matmul(x_rD, weights.gate[expert].T, saved.gate_RF[rows])
             run.matmul(x_rD, weights.up[expert].T, saved.up_RF[rows])
-            _add_biases(weights, expert, saved.gate_RF[rows], saved.up_RF[rows])
-            if self.clamp is None:
-                run.gated(saved.gate_RF[rows], saved.up_RF[rows], inner_rF)
-            else:
-                clamped_swiglu(saved.gate_RF[rows], saved.up_RF[rows], inner_rF, *self.clamp)
+            self._activate(weights, expert, saved.gate_RF[rows], saved.up_RF[rows], inner_rF)
             inner_rF *= gate_R[rows, None]
             run.matmul(inner_rF, weights.down[expert].T, y_RD[rows])
             if weights.bias is not None:
@@ -128,15 +124,23 @@ class CpuExperts:
             take_tokens(x_ND, routing.token_R[rows], x_rD)
             tile.project(x_rD, weights.gate[expert], inner_rF)
             tile.project(x_rD, weights.up[expert], up_rF)
-            _add_biases(weights, expert, inner_rF, up_rF)
-            if self.clamp is None:
-                operators().gated(inner_rF, up_rF, inner_rF)
-            else:
-                clamped_swiglu(inner_rF, up_rF, inner_rF, *self.clamp)
+            self._activate(weights, expert, inner_rF, up_rF, inner_rF)
             tile.project(inner_rF, weights.down[expert], rows_RD[rows])
             if weights.bias is not None:
                 rows_RD[rows] += weights.bias[expert]
         return (rows_RD[routing.row_Nk] * gates_Nk[..., None]).sum(1)
+
+    def _activate(
+        self, weights: ExpertWeights, expert: int, gate_rF: np.ndarray, up_rF: np.ndarray, out_rF: np.ndarray
+    ) -> None:
+        """Adds the biases of an expert to its products, and writes SwiGLU's result to `out_rF`, which may be gate."""
+        if weights.gate_bias is not None and weights.up_bias is not None:
+            gate_rF += weights.gate_bias[expert]
+            up_rF += weights.up_bias[expert]
+        if self.clamp is None:
+            operators().gated(gate_rF, up_rF, out_rF)
+        else:
+            clamped_swiglu(gate_rF, up_rF, out_rF, *self.clamp)
 
     def backward(
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing, saved: SavedExperts,
@@ -199,13 +203,6 @@ class CpuExperts:
 
 def _most_rows(weights: ExpertWeights) -> int:
     return max(1, min(_MOST_ROWS, _SCRATCH_NUMBERS // (3 * sum(weights.gate.shape[1:]))))
-
-
-def _add_biases(weights: ExpertWeights, expert: int, gate_rF: np.ndarray, up_rF: np.ndarray) -> None:
-    """Adds the biases of an expert to its products before the activation."""
-    if weights.gate_bias is not None and weights.up_bias is not None:
-        gate_rF += weights.gate_bias[expert]
-        up_rF += weights.up_bias[expert]
 
 
 def _gate_of_rows(gates_Nk: np.ndarray, routing: Routing) -> np.ndarray:

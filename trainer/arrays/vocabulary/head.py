@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
+from trainer.arrays.memory import empty, host_threads, narrow_like, part_of, row_blocks, downcast_if_needed
 from trainer.arrays.numpy_operators import soft_cap
 from trainer.arrays.operators import operators
 from trainer.arrays.stored import StoredMatrix, rows_of
@@ -101,20 +101,15 @@ class FusedLinearCrossEntropy:
         """Returns the logits of this rank's vocabulary, [n, V]."""
         y_nE = self.normed(call, x_nD, np.empty((len(x_nD), self.width), np.float32))
         weight_VE = call.weights["weight"]
-        if weight_VE.dtype != np.float32:
-            y_nE = to_bfloat16_if_needed(y_nE, np.empty(y_nE.shape, weight_VE.dtype))
+        y_nE = downcast_if_needed(y_nE, narrow_like(y_nE, weight_VE.dtype))
         logits_nV = np.empty((len(y_nE), len(weight_VE)), np.float32)
+        adapter = self._adapter_of(call)
         if isinstance(weight_VE, StoredMatrix):
-            host_threads().run(
-                row_blocks(slice(0, len(weight_VE)), _COLUMNS),
-                lambda columns, thread: operators().matmul(
-                    y_nE, weight_VE.read_rows(columns).T, logits_nV[:, columns]
-                ),
-            )
+            self._multiply(y_nE, weight_VE, logits_nV, adapter)
         else:
             shared_product(y_nE, weight_VE, logits_nV)
-        if adapter := self._adapter_of(call):
-            adapter.add_logits(adapter.low_rank(y_nE), slice(None), logits_nV)
+            if adapter is not None:
+                adapter.add_logits(adapter.low_rank(y_nE), slice(None), logits_nV)
         if self.cap is not None:
             soft_cap(logits_nV, self.cap)
         return logits_nV
@@ -123,8 +118,7 @@ class FusedLinearCrossEntropy:
         """Returns a function that computes the logits of some rows, and keeps none; not with `tensor` or an adapter."""
         weight_VE = call.weights["weight"]
         y_NE = self.normed(call, x_ND, empty(len(x_ND), self.width)[1])
-        if weight_VE.dtype != np.float32:
-            y_NE = to_bfloat16_if_needed(y_NE, empty(*y_NE.shape, dtype=weight_VE.dtype)[1])
+        y_NE = downcast_if_needed(y_NE, narrow_like(y_NE, weight_VE.dtype))
 
         def write_logits(part: slice, logits_nV: np.ndarray) -> None:
             """Computes the logits of the rows `part`."""
@@ -266,28 +260,23 @@ class FusedLinearCrossEntropy:
             if narrow_nE is None:
                 factor_nE = y_nE
             else:
-                factor_nE = to_bfloat16_if_needed(y_nE, narrow_nE[:size])
-            grad_nV = None
-            if narrow_nV is not None:
-                grad_nV = narrow_nV[:size]
-            elif grad_NE is not None:
+                factor_nE = downcast_if_needed(y_nE, narrow_nE[:size])
+            grad_nV = part_of(narrow_nV, slice(size))
+            if grad_NE is not None and grad_nV is None:
                 grad_nV = logits_nV[:size]
-            slope_of_part = None
-            if slope_nV is not None:
-                slope_of_part = slope_nV[:size]
             weights_n = valid_n1[:, 0].astype(np.float64)
             if distillation is not None:
                 distillation.take_rows(part)
             losses_n = self._losses(
-                logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, slope_of_part, adapter, terms,
-                weights_n, distillation,
+                logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV, part_of(slope_nV, slice(size)),
+                adapter, terms, weights_n, distillation,
             )  # fmt: skip
             out_N[part] = losses_n
             loss += float(losses_n @ weights_n)
             if grad_NE is not None and grad_nV is not None:
                 y_nE *= valid_n1
                 if narrow_nE is not None:
-                    to_bfloat16_if_needed(y_nE, factor_nE)
+                    downcast_if_needed(y_nE, factor_nE)
                 self._gradients(
                     grad_nV, factor_nE, weight_VE, part_VE, grad_NE[part], weight_grad_VE, first=not part.start
                 )
@@ -324,17 +313,11 @@ class FusedLinearCrossEntropy:
         inside_n = (place_n >= 0) & (place_n < len(weight_VE))
         place_n = place_n * inside_n
 
-        def slopes_of(rows: slice) -> np.ndarray | None:
-            """Returns the derivatives of the capped logits of some rows; None where no gradient needs them."""
-            if slope_nV is None:
-                return None
-            return slope_nV[rows]
-
         def normalise(rows: slice, thread: int) -> None:
             """Turns the logits of some rows into probabilities over this rank's tokens."""
             logits = logits_nV[rows]
             if self.cap is not None:
-                soft_cap(logits, self.cap, slopes_of(rows))
+                soft_cap(logits, self.cap, part_of(slope_nV, rows))
             largest_n[rows] = logits.max(1)
             label_n[rows] = logits[np.arange(len(logits)), place_n[rows]] * inside_n[rows]
             # The difference of the logits comes first: it keeps its digits also for large logits.
@@ -361,11 +344,11 @@ class FusedLinearCrossEntropy:
             logits[np.arange(len(logits)), place_n[rows]] -= label_part * inside_n[rows]
             if distillation is not None:
                 distillation.differentiate(rows, logits)
-            if self.cap is not None:
-                logits *= slopes_of(rows)
+            if slope_nV is not None:
+                logits *= slope_nV[rows]
             if grad_nV.dtype == np.float16:
                 logits *= _SMALL_GRADIENTS
-            to_bfloat16_if_needed(logits, grad_nV[rows])
+            downcast_if_needed(logits, grad_nV[rows])
 
         def scale_shard(rows: slice, thread: int) -> None:
             """Turns probabilities over this rank's tokens into those over the vocabulary."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
+from trainer.arrays.memory import empty, host_threads, row_blocks, downcast_if_needed
 from trainer.arrays.operators import operators
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class HeadAdapter:
         product_nR = np.empty((len(factor), other.shape[1]), np.float32)
         operators().matmul(factor, other, product_nR)
         product_nR *= scale
-        return to_bfloat16_if_needed(product_nR, np.empty(product_nR.shape, self.a_RE.dtype))
+        return downcast_if_needed(product_nR, np.empty(product_nR.shape, self.a_RE.dtype))
 
     def add_logits(self, low_nR: np.ndarray, columns: slice, logits_nV: np.ndarray) -> None:
         """Adds the adapter's part of the logits of some tokens of the vocabulary."""

@@ -32,9 +32,12 @@ class ScoreHead(FusedLinearCrossEntropy):
 
     def scores(self, call: SublayerCall, x_ND: np.ndarray, last_A: np.ndarray) -> np.ndarray:
         """Returns the scores of the answers that end with these tokens, float64 [A]."""
+        return self._products(call, self._last_rows(call, x_ND, last_A))
+
+    def _last_rows(self, call: SublayerCall, x_ND: np.ndarray, last_A: np.ndarray) -> np.ndarray:
+        """Returns the normed rows of the answers' last tokens, [A, E]."""
         x_AD = np.ascontiguousarray(x_ND[last_A])
-        y_AE = self.normed(call, x_AD, np.empty((len(x_AD), self.width), np.float32))
-        return self._products(call, y_AE)
+        return self.normed(call, x_AD, np.empty((len(x_AD), self.width), np.float32))
 
     @staticmethod
     def _products(call: SublayerCall, y_AE: np.ndarray) -> np.ndarray:
@@ -50,8 +53,7 @@ class ScoreHead(FusedLinearCrossEntropy):
         if pairs is None or terms is not None or distillation is not None:
             raise ValueError("a score has no loss of tokens")
         last_A = pairs.last_tokens(valid_N1)
-        x_AD = np.ascontiguousarray(x_nD[last_A])
-        y_AE = self.normed(call, x_AD, np.empty((len(x_AD), self.width), np.float32))
+        y_AE = self._last_rows(call, x_nD, last_A)
         loss, slopes_A = pairs.compare_scores(self._products(call, y_AE))
         if not call.save:
             return Tensor(loss)
