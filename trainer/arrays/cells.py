@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainer.ops.routing import Routing
 
 DTYPES = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
-"""The dtype of arrays that hold numbers of a compute dtype."""
+"""The dtype of arrays that hold elements of a compute dtype."""
 Results: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 

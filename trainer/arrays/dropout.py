@@ -9,6 +9,7 @@ Legend: N tokens of the micro-batch, B sequences of T tokens, H query heads, K k
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -64,12 +65,9 @@ class LayerDropout:
         """Returns the factors of some rows of this rank at a site, float32 [n, width]: 0 or 1 / (1 - rate)."""
         site = self.sites[name]
         mask_nI = np.empty((rows.stop - rows.start, width), np.float32)
-        start = 0
-        for first, count in _runs(rows, site.rows):
-            bits = draw_mask_bits(self.key, site.number, first * site.width, count * site.width).reshape(count, -1)
+        for part, bits in _draw_rows(self.key, site, rows):
             survives = bits[:, site.columns] >= keep_threshold(site.rate)
-            _write_factors(survives, site.rate, mask_nI[start : start + count])
-            start += count
+            _write_factors(survives, site.rate, mask_nI[part])
         return mask_nI
 
     def probabilities(
@@ -129,15 +127,12 @@ def draw_noise(key: DropoutKey, site: DropoutSite, limits_M: np.ndarray) -> np.n
 
     def draw(rows: slice, thread: int) -> None:
         """Draws the noise of some rows."""
-        start = rows.start
-        for first, count in _runs(rows, site.rows):
-            bits = draw_mask_bits(key, site.number, first * site.width, count * site.width).reshape(count, -1)
-            out_nE = noise_NE[start : start + count]
+        for part, bits in _draw_rows(key, site, rows):
+            out_nE = noise_NE[rows][part]
             # The upper 24 bits as a number in [-1, 1).
             np.multiply(bits >> np.uint32(8), np.float32(2**-23), out=out_nE, casting="unsafe")
             out_nE -= 1
-            out_nE *= limits_N[start : start + count, None]
-            start += count
+            out_nE *= limits_N[rows][part, None]
 
     host_threads().run(row_blocks(slice(0, len(limits_N)), _NOISE_ROWS), draw)
     return noise_NE
@@ -148,12 +143,17 @@ def _write_factors(survives: np.ndarray, rate: float, out: np.ndarray) -> None:
     np.multiply(survives, np.float32(1 / (1 - rate)), out=out)
 
 
-def _runs(rows: slice, places_N: np.ndarray | None) -> Iterator[tuple[int, int]]:
-    """Yields the first row of the mask and the number of rows of each run of neighbours."""
-    if places_N is None:
-        yield rows.start, rows.stop - rows.start
-        return
-    places_n = places_N[rows]
-    starts = [0, *(np.flatnonzero(np.diff(places_n) != 1) + 1).tolist(), len(places_n)]
-    for start, stop in zip(starts, starts[1:], strict=False):
-        yield int(places_n[start]), stop - start
+def _draw_rows(key: DropoutKey, site: DropoutSite, rows: slice) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yields some of these rows of the rank, counted from the first, with their random numbers, uint32 [n, width].
+
+    They are neighbours in the mask.
+    """
+    if site.rows is None:
+        row_n = np.arange(rows.start, rows.stop)
+    else:
+        row_n = site.rows[rows]
+    starts = [0, *(np.flatnonzero(np.diff(row_n) != 1) + 1).tolist(), len(row_n)]
+    for start, stop in itertools.pairwise(starts):
+        count = stop - start
+        bits = draw_mask_bits(key, site.number, int(row_n[start]) * site.width, count * site.width)
+        yield slice(start, stop), bits.reshape(count, -1)

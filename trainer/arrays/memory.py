@@ -21,10 +21,10 @@ from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.operators import operators
 from trainer.device.threads import HostThreads
 
-_SMALL = 1 << 14  # numbers that NumPy allocates in a tenth of the time of MindSpore, without asking the system
+_SMALL = 1 << 14  # elements that NumPy allocates in a tenth of the time of MindSpore, without asking the system
 _LARGE = 1 << 22  # bytes of an array that gets huge pages, as in NumPy
 MOST_MOVED = 256  # rows that a thread copies at once
-_CAST = 1 << 18  # numbers that a thread casts at once
+_CAST = 1 << 18  # elements that a thread casts at once
 
 
 @functools.cache
@@ -168,6 +168,13 @@ def rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
 
     host_threads().run(row_blocks(slice(0, len(token_R)), MOST_MOVED), copy)
     return rows_RD
+
+
+def gates_of_rows(gates_Nk: np.ndarray, row_Nk: np.ndarray, rows: int) -> np.ndarray:
+    """Returns the gate of each of the experts' rows, [R]; 0 for rows without a token."""
+    gate_R = np.zeros(rows, np.float32)
+    gate_R[row_Nk] = gates_Nk
+    return gate_R
 
 
 def combine_expert_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray | None, out: np.ndarray) -> None:

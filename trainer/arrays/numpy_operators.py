@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainer.config.schema.model import Activation
 
 BFLOAT16 = np.uint16
-"""The dtype of arrays that hold numbers in bfloat16."""
+"""The dtype of arrays that hold elements in bfloat16."""
 _GELU_ROOT = np.float32((8 / np.pi) ** 0.5)
 _GELU_CUBE = np.float32(0.044715)
 _GELU_NUMBERS = 1 << 16  # at once: fewer have more calls, more leave the cache
@@ -72,9 +72,8 @@ class NumpyOperators:
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         """Writes the softmax of x over the last axis; `out` may be x, or bfloat16."""
-        if out.dtype == x.dtype:
-            wide = out
-        else:
+        wide = out
+        if out.dtype != x.dtype:
             wide = np.empty_like(x)
         np.subtract(x, x.max(-1, keepdims=True), out=wide)
         np.exp(wide, out=wide)
@@ -84,9 +83,8 @@ class NumpyOperators:
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
         """Writes the gradient of a softmax with result y, y (grad - sum(grad y)); `out` may be `grad`, or bfloat16."""
-        if out.dtype == grad.dtype:
-            wide = out
-        else:
+        wide = out
+        if out.dtype != grad.dtype:
             wide = np.empty_like(grad)
         np.subtract(grad, np.einsum("...i,...i->...", y, grad)[..., None], out=wide)
         wide *= y
@@ -239,7 +237,7 @@ class NumpyOperators:
         np.matmul(_softmax_with_sinks(scores, sinks), values, out=out)
 
     def rotate_halves(self, x: np.ndarray, rotation: np.ndarray) -> None:
-        """Rotates numbers i and i + d / 2 in the rows of [n, heads, d] by rotations cos + i sin, [n, 1, d / 2]."""
+        """Rotates elements i and i + d / 2 in the rows of [n, heads, d] by rotations cos + i sin, [n, 1, d / 2]."""
         half = x.shape[-1] // 2
         first = x[..., :half]
         second = x[..., half:]

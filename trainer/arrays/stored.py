@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import host_threads, row_blocks, downcast_if_needed
+from trainer.arrays.memory import downcast_if_needed, host_threads, row_blocks
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.operators import operators
 from trainer.storage.bfloat16 import as_float32
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.arrays.tiles import Scratch
 
 _BLOCK_ELEMENTS = 1 << 16  # that a thread decompresses at once: they stay in its cache
-_ALIGNED = 64  # numbers: a matrix begins at a cache line
+_ALIGNED = 64  # elements: a matrix begins at a cache line
 _THREAD = threading.local()
 
 
@@ -109,25 +109,21 @@ class StoredMatrix:
 
     def read_rows(self, rows: slice) -> np.ndarray:
         """Returns some rows in the dtype of products; the thread's next call may overwrite them."""
-        wide = self._read_wide(rows, _scratch((rows.stop - rows.start) * self.shape[1]))
+        size = (rows.stop - rows.start) * self.shape[1]
         if self.dtype == np.float32:
-            return wide
-        return downcast_if_needed(wide, np.empty(wide.shape, self.dtype))
+            return self._read_into(rows, _scratch(size))
+        return self._read_into(rows, np.empty(size, self.dtype))
 
     def decompress_rows(self, rows: slice, out: np.ndarray) -> None:
         """Writes many rows, which threads share, to an array in the dtype of the products."""
 
         def read(part: slice, thread: int) -> None:
             """Decompresses some of the rows."""
-            from_start = slice(rows.start + part.start, rows.start + part.stop)
-            if self.dtype == np.float32:
-                self._read_wide(from_start, out[part].reshape(-1))
-            else:
-                out[part] = self.read_rows(from_start)
+            self._read_into(slice(rows.start + part.start, rows.start + part.stop), out[part].reshape(-1))
 
         host_threads().run(row_blocks(slice(0, len(out)), max(1, _BLOCK_ELEMENTS // self.shape[1])), read)
 
-    def _read_wide(self, rows: slice, flat: np.ndarray) -> np.ndarray:
+    def _read_into(self, rows: slice, flat: np.ndarray) -> np.ndarray:
         width = self.shape[1]
         _read(self.quantized, slice(rows.start * width, rows.stop * width), flat)
         return flat.reshape(-1, width)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.arrays.memory import empty, narrow_like, store, downcast_if_needed, upcast_if_needed
+from trainer.arrays.memory import downcast_if_needed, empty, narrow_like, store, upcast_if_needed
 from trainer.arrays.operators import operators
 from trainer.arrays.tiles import CpuRmsNorm, Scratch, SublayerCall, Tile
 from trainer.models.spec.names import magnitude_name, norm_bias
@@ -138,7 +138,7 @@ class CpuLinear:
         self, call: SublayerCall, grad_nO: np.ndarray, into_nI: np.ndarray | None, tile: Tile, *,
         accumulate: bool = False,
     ) -> np.ndarray | None:  # fmt: skip
-        """Writes the gradient of x to `into_nI`, or with `accumulate` adds it to float32 numbers.
+        """Writes the gradient of x to `into_nI`, or with `accumulate` adds it to a float32 array.
 
         Args:
             grad_nO: Gradient of y in the dtype of the matrix.

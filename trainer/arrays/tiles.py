@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from trainer.arrays.memory import empty, host_threads, row_blocks, downcast_if_needed, upcast_if_needed
+from trainer.arrays.memory import downcast_if_needed, empty, host_threads, row_blocks, upcast_if_needed
 from trainer.arrays.operators import operators
 from trainer.models.spec.names import norm_bias
 
@@ -32,10 +32,10 @@ Gradients: TypeAlias = "dict[str, Tensor]"
 
 ROWS = 256  # of a tile: products of fewer are slower
 _MIN_GRADIENT_ROWS = 64  # rows of a matrix's gradient that a thread takes at once
-_ALIGNED = 16  # float32 numbers in a cache line
-_SMALL = 1 << 12  # numbers that NumPy allocates faster than a block finds space for them
+_ALIGNED = 16  # float32 elements in a cache line
+_SMALL = 1 << 12  # elements that NumPy allocates faster than a block finds space for them
 _SHARED_WORK = 1 << 22  # multiplications from which threads share the product of a tile
-_SHARED_MATRIX = 1 << 21  # numbers of a matrix from which threads share its product with any rows
+_SHARED_MATRIX = 1 << 21  # elements of a matrix from which threads share its product with any rows
 _SHARED_COLUMNS = 64  # a thread begins at a multiple of this
 
 
@@ -209,7 +209,7 @@ class CpuRmsNorm:
         self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, out_nD: np.ndarray, tile: Tile,
         bias_D: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Writes y for the rows of a tile of float32 numbers, rounded to the dtype of `out_nD`."""
+        """Writes y for the rows of a tile of float32 rows, rounded to the dtype of `out_nD`."""
         wide_nD = tile.float32_like(out_nD)
         self(x_nD, weight_D, scale_n, wide_nD, bias_D)
         downcast_if_needed(wide_nD, out_nD)

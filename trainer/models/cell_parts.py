@@ -390,7 +390,7 @@ class CellCache:
         self.index = Tensor(np.zeros(1, np.int32))
         self.cached = 0
 
-    def place(self, positions_BQ: np.ndarray, cached: int) -> None:
+    def set_positions(self, positions_BQ: np.ndarray, cached: int) -> None:
         """Sets where the next calls of `update` write, and how many positions they return."""
         offsets = np.arange(self.rows)[:, None] * self.capacity
         self.index = Tensor((offsets + positions_BQ).reshape(-1).astype(np.int32))

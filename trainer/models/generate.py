@@ -211,7 +211,7 @@ class Generator:
         rows, width = ids_BQ.shape
         positions_BQ = np.minimum(starts_B[:, None] + np.arange(width), cache.capacity - 1)
         cached_S = np.arange(parts.cached_length(int(positions_BQ.max()) + 1))
-        cache.place(positions_BQ, len(cached_S))
+        cache.set_positions(positions_BQ, len(cached_S))
         masks = [parts.cached_mask(visible_keys(positions_BQ, cached_S, window)) for window in self.windows]
         call = PredictionCall(self.tables(positions_BQ.reshape(-1)), masks, cache)
         logits_BV = None

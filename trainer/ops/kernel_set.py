@@ -131,7 +131,7 @@ class KernelSet:
         return None
 
     def mask_form(self, shape: tuple[int, ...], of_scores: bool = False) -> tuple[tuple[int, ...], str]:
-        """Returns shape and dtype of the dropout mask for numbers of this shape.
+        """Returns shape and dtype of the dropout mask for an array of this shape.
 
         With `of_scores` it is the mask of `draw_attention_mask`, otherwise that of `draw_mask`.
         """

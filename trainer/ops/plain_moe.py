@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
-from trainer.arrays.memory import cast, expert_rows, host_array, rows_of_tokens
+from trainer.arrays.memory import cast, expert_rows, gates_of_rows, host_array, rows_of_tokens
 from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
 
 
@@ -110,11 +110,9 @@ class Unpermute(nn.Cell):
         """Returns the gradients of the rows and the gates."""
         y = host_array(y_RD)
         row = row_Nk.asnumpy()
-        gate_R = np.zeros(len(y), np.float32)
-        gate_R[row] = host_array(gates_Nk)
         grad_y = rows_of_tokens(host_array(grad_ND), token_R.asnumpy())
         grad_gates = np.einsum("rd,rd->r", y, grad_y)[row]
-        grad_y *= gate_R[:, None]
+        grad_y *= gates_of_rows(host_array(gates_Nk), row, len(y))[:, None]
         return (
             cast(Tensor.from_numpy(grad_y), y_RD.dtype), cast(Tensor.from_numpy(grad_gates), gates_Nk.dtype),
             None, None,

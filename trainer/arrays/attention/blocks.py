@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import part_of, row_blocks, downcast_if_needed
+from trainer.arrays.memory import downcast_if_needed, part_of, row_blocks
 from trainer.arrays.numpy_operators import soft_cap
 from trainer.arrays.operators import operators
 

@@ -39,7 +39,7 @@ class KVCache:
             for _ in range(layers)
         ]
 
-    def place(self, positions_BQ: np.ndarray, cached: int) -> None:
+    def set_positions(self, positions_BQ: np.ndarray, cached: int) -> None:
         """Sets where the next calls of `update` write, and how many positions they return."""
         self.positions_BQ = positions_BQ
         self.cached = cached

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.attention.cache import attend_cached
-from trainer.arrays.memory import empty, narrow_like, store, downcast_if_needed
+from trainer.arrays.memory import downcast_if_needed, empty, narrow_like, store
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm
 from trainer.models.spec.model import NormSpec

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _QUERIES = 128  # of a block: half of what is computed on the diagonal is masked
 _KEYS = 64  # a block's keys begin at a multiple of this: softmax is compiled for each number of keys
-_CACHE_LINE = 16  # numbers
+_CACHE_LINE = 16  # elements
 
 
 _ROW_KINDS = ("weight", "bias", "lora_B.weight", "lora_magnitude_vector")
@@ -130,19 +130,13 @@ def _keys_of_block(segments_T: np.ndarray, queries: slice, window: int | None) -
     sees_QS = visible_keys(keys_S[queries], keys_S, window, segments_T)
     first = int(sees_QS.any(0).argmax()) // _KEYS * _KEYS
     sees_QS = sees_QS[:, first:]
-    masked = _first_masked_key(sees_QS.all(0))
+    masked = int(np.append(sees_QS.all(0), False).argmin())  # of the first key that some query does not see
     masked -= masked % _CACHE_LINE  # an addition that begins there takes a third of the time
     return slice(first, queries.stop), masked, attention_bias(sees_QS[:, masked:])
 
 
-def _first_masked_key(seen_by_all_S: np.ndarray) -> int:
-    if seen_by_all_S.all():
-        return len(seen_by_all_S)
-    return int(seen_by_all_S.argmin())
-
-
 class CpuRotary:
-    """Rotates pairs of a head's numbers (Su et al. 2021, equation 34): numbers i and i + h, or neighbours.
+    """Rotates pairs of a head's elements (Su et al. 2021, equation 34): elements i and i + h, or neighbours.
 
     Neighbours are rotated as one complex number, which takes a tenth of the time. So models that rotate i and i + h
     compute queries and keys in another order (`pair_weights`), with pairs as neighbours. The order of a head's numbers
@@ -159,7 +153,7 @@ class CpuRotary:
         self.size = spec.rotary_size
         self.rotates_pairs = pairs or spec.rotary_interleaved
         half = self.size // 2
-        # Which angles of the tables belong to the pairs; both numbers of a pair have the same angle.
+        # Which angles of the tables belong to the pairs; both elements of a pair have the same angle.
         if spec.rotary_interleaved:
             self.angles = slice(0, self.size, 2)
         else:
@@ -188,7 +182,7 @@ class CpuRotary:
         return (cos_Nd + 1j * sin_Nd)[:, None, self.angles].astype(np.complex64)
 
     def apply(self, x_nhd: np.ndarray, rotation_n1h: np.ndarray) -> None:
-        """Rotates the first numbers of each head of [n, heads, d] in place."""
+        """Rotates the first elements of each head of [n, heads, d] in place."""
         if not self.size:
             return
         numbers = x_nhd[..., : self.size]
@@ -198,7 +192,7 @@ class CpuRotary:
             operators().rotate_halves(numbers, rotation_n1h)
 
     def pair_weights(self, weights: Mapping[str, np.ndarray], scratch: Scratch) -> Mapping[str, np.ndarray]:
-        """Returns the weights with those of queries and keys reordered: the numbers of a pair become neighbours."""
+        """Returns the weights with those of queries and keys reordered: the elements of a pair become neighbours."""
         changed = {
             name: _reorder_rows(weights[name], size, order, scratch)
             for name, (size, order) in self.orders.items()

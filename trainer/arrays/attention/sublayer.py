@@ -9,7 +9,7 @@ Legend: as in tiles.py and blocks.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +19,11 @@ from trainer.arrays.attention.cache import KVCache, attend_cached
 from trainer.arrays.attention.latent import LatentProjections
 from trainer.arrays.attention.positions import CpuRotary
 from trainer.arrays.memory import (
+    downcast_if_needed,
     empty,
     host_threads,
     narrow_like,
     part_of,
-    downcast_if_needed,
     upcast_if_needed,
 )
 from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from trainer.arrays.sublayer import SequenceParallelComm
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.models.spec.model import AttentionSpec
-    from trainer.models.spec.saved import SavedArray
 
 _MIN_TASKS = 8  # of a backward pass, which threads take one after the other
 
@@ -298,7 +297,8 @@ class CpuAttention:
         """Allocates queries, keys, values and the results of the heads; fills `call.saved` if the call saves."""
         keys = sum(sequence.keys.stop - sequence.keys.start for sequence in sequences)
         rows = {"stream": stream, "tokens": tokens, "queries": tokens * self.ulysses, "keys": keys}
-        saved = {array.name: array for array in self._saved_arrays()}
+        descriptions = attention_saved(self.spec, self.gathers, self.ulysses, self.context is not None)
+        saved = {array.name: array for array in descriptions}
         inputs = list(attention_inputs(self.spec, self.ulysses))
         if call.save:
             saved.pop("normed", None)  # `gather_tokens` allocates it
@@ -309,9 +309,6 @@ class CpuAttention:
             inputs.append(saved["heads"])
         arrays = allocate(inputs, rows, dtype)
         return {"heads": arrays["q"], **arrays}
-
-    def _saved_arrays(self) -> Iterator[SavedArray]:
-        return attention_saved(self.spec, self.gathers, self.ulysses, self.context is not None)
 
     def _inputs_beside(self, saved: Mapping[str, np.ndarray], dtype: type) -> dict[str, np.ndarray]:
         """Allocates those of queries and keys that are not saved, for the pass of a part."""

@@ -241,5 +241,5 @@ def _has_dense_rows(*arrays: np.ndarray) -> bool:
 
 
 def _row_step(x: np.ndarray) -> int:
-    """Returns the distance of the rows of an array, in numbers."""
+    """Returns the distance of the rows of an array, in elements."""
     return x.strides[0] // x.itemsize

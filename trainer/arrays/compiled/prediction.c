@@ -146,7 +146,7 @@ INLINE Four sum_four(V a, V b, V c, V d) {
     return __builtin_shuffle(ab, cd, (Order){0, 1, 4, 5}) + __builtin_shuffle(ab, cd, (Order){2, 3, 6, 7});
 }
 
-/* Sizes of `few_rows_product`, and the distances of rows in numbers. */
+/* Sizes of `few_rows_product`, and the distances of rows in elements. */
 typedef struct {
     long rows, inner, columns, x_row, weight_row, out_row, accumulate, threads;
 } ProductSizes;
@@ -223,7 +223,7 @@ EXPORT void few_rows_product(const float **x, const float **weight, float **out,
     share(multiply, &product, quads, chunk, (int)product.n.threads);
 }
 
-/* Sizes of `attend`: of its arrays, and the distances of sequences, heads and positions, in numbers. */
+/* Sizes of `attend`: of its arrays, and the distances of sequences, heads and positions, in elements. */
 typedef struct {
     long sequences, heads, rows, cached, size, value_size;
     long key_sequence, key_head, key, value_sequence, value_head, value, mask_sequence, mask_row, threads;

@@ -1,6 +1,6 @@
-/* Functions of rows of float32 numbers, each in one pass through the cache where NumPy needs several.
+/* Functions of rows of float32 elements, each in one pass through the cache where NumPy needs several.
 
-   Each number goes through vectors of one width, the last ones of a row filled up: its result does not depend on its
+   Each element goes through vectors of one width, the last ones of a row filled up: its result does not depend on its
    place in a row or a tile. Sums of a row are taken lane by lane. Without -ffast-math NaN and infinity come through.
 
    Sources: exp as in Cephes (Moshier 1989, expf.c); numpy_operators.py has the formulas of the others. */
@@ -180,7 +180,7 @@ INLINE V gate_slope(V x, V *active, int kind) {
     return s * (1.0f + inner * (1.0f - s));
 }
 
-/* At most LANES numbers; the compiler knows LANES itself as `size` of all but the last ones. */
+/* At most LANES elements; the compiler knows LANES itself as `size` of all but the last ones. */
 INLINE void gated_lanes(const float *gate, const float *up, float *out, long size, int kind) {
     V active = gate_of(load_end(gate, size), kind);
     store_end(out, up ? active * load_end(up, size) : active, size);
@@ -253,7 +253,7 @@ EXPORT void weighted_gated_gradient(float *gate, float *up, const float *grad, f
     }
 }
 
-/* Adds a matrix [rows, size] to each of `blocks` matrices x, whose rows are `step` numbers apart. */
+/* Adds a matrix [rows, size] to each of `blocks` matrices x, whose rows are `step` elements apart. */
 EXPORT void add_to_blocks(float *x, const float *added, long blocks, long rows, long size, long block_step, long step) {
     for (long block = 0; block < blocks; block++, x += block_step) {
         for (long row = 0; row < rows; row++) {
@@ -287,7 +287,7 @@ EXPORT void sum_rows(const float *x, const int32_t *rows, const float *factors, 
 }
 
 /* Rotates the pairs of each head by the rotations of its row; `next` is the distance of pairs, `apart` that of the
-   numbers of a pair. Steps are in numbers. */
+   elements of a pair. Steps are in elements. */
 INLINE void rotate_pairs(float *x, const float *rotation, long rows, long heads, long pairs, long next, long apart,
                          long step, long head_step, long rotation_step) {
     for (long row = 0; row < rows; row++, x += step, rotation += rotation_step) {
@@ -309,7 +309,7 @@ EXPORT void rotate(float *x, const float *rotation, long rows, long heads, long 
     rotate_pairs(x, rotation, rows, heads, pairs, 2, 1, step, head_step, rotation_step);
 }
 
-/* Pairs are numbers i and i + half. */
+/* Pairs are elements i and i + half. */
 EXPORT void rotate_halves(float *x, const float *rotation, long rows, long heads, long half, long step, long head_step,
                           long rotation_step) {
     rotate_pairs(x, rotation, rows, heads, half, 1, half, step, head_step, rotation_step);

@@ -1,4 +1,4 @@
-/* Vectors of float32 numbers, as wide as the processor has them, for the files beside this one. */
+/* Vectors of float32 elements, as wide as the processor has them, for the files beside this one. */
 
 #ifndef VECTORS_H
 #define VECTORS_H
@@ -29,12 +29,12 @@ INLINE V load(const float *x) { V v; memcpy(&v, x, sizeof v); return v; }
 INLINE void store(float *x, V v) { memcpy(x, &v, sizeof v); }
 INLINE V fill(float x) { return x - (V){0}; }
 
-/* The last `size` numbers of a row, and zeros. */
+/* The last `size` elements of a row, and zeros. */
 INLINE V load_end(const float *x, long size) { V v = {0}; memcpy(&v, x, 4 * size); return v; }
 INLINE void store_end(float *x, V v, long size) { memcpy(x, &v, 4 * size); }
 INLINE V fill_end(float x, long size) { V v = {0}; for (long lane = 0; lane < size; lane++) v[lane] = x; return v; }
 
-/* The larger numbers; NaN in y comes through. */
+/* The larger elements; NaN in y comes through. */
 INLINE V larger(V x, V y) {
 #if LANES == 16
     return _mm512_max_ps(x, y);

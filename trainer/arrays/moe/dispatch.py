@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.arrays.memory import combine_expert_rows, empty, rows_of_tokens
+from trainer.arrays.memory import combine_expert_rows, empty, gates_of_rows, rows_of_tokens
 from trainer.arrays.moe.experts import CpuExperts, ExpertGradients, ExpertWeights, SavedExperts
 from trainer.data.batches.context import ContextShard
 from trainer.ops.routing import Routing, SharedTokens, local_routing, route_received_rows
@@ -84,10 +84,8 @@ class AllToAllExperts:
     ) -> ExpertGradients:  # fmt: skip
         """Returns the gradients of tokens, gates and weights; `trained` has fields of `ExpertWeights`."""
         grad_RD = rows_of_tokens(grad_ND, routing.token_R)
-        gate_R = np.zeros(len(grad_RD), np.float32)
-        gate_R[routing.row_Nk] = gates_Nk
         grad_gate_R = np.einsum("rd,rd->r", saved.out_RD, grad_RD)
-        grad_RD *= gate_R[:, None]
+        grad_RD *= gates_of_rows(gates_Nk, routing.row_Nk, len(grad_RD))[:, None]
         grad_QD = self._exchange(grad_RD, saved.send_S, saved.receive_S, len(saved.rows_QD))
         ones_Q1 = np.ones((len(saved.rows_QD), 1), np.float32)
         gradients = self.experts.backward(

@@ -18,6 +18,7 @@ from trainer.arrays.memory import (
     empty,
     expert_blocks,
     expert_rows,
+    gates_of_rows,
     host_threads,
     row_blocks,
     take_tokens,
@@ -88,7 +89,7 @@ class CpuExperts:
         saved = SavedExperts(empty(computed, width)[1], empty(computed, width)[1])
         y_RD = empty(rows, x_ND.shape[1])[1]
         y_RD[computed:] = 0
-        gate_R = _gate_of_rows(gates_Nk, routing)
+        gate_R = gates_of_rows(gates_Nk, routing.row_Nk, rows)
 
         def compute(part: tuple[int, slice], thread: int) -> None:
             expert, rows = part
@@ -153,7 +154,7 @@ class CpuExperts:
         grad_x_ND = empty(*x_ND.shape)[1]
         grad_rows_RD = empty(rows, hidden)[1]
         grad_rows_RD[int(routing.counts_E.sum()) :] = 0
-        gate_R = _gate_of_rows(gates_Nk, routing)
+        gate_R = gates_of_rows(gates_Nk, routing.row_Nk, rows)
         grad_gate_R = np.zeros(rows, np.float32)
         sums = {
             name: _SegmentSums(routing.counts_E, array.shape[1:])
@@ -203,12 +204,6 @@ class CpuExperts:
 
 def _most_rows(weights: ExpertWeights) -> int:
     return max(1, min(_MOST_ROWS, _SCRATCH_NUMBERS // (3 * sum(weights.gate.shape[1:]))))
-
-
-def _gate_of_rows(gates_Nk: np.ndarray, routing: Routing) -> np.ndarray:
-    gate_R = np.zeros(len(routing.token_R), np.float32)
-    gate_R[routing.row_Nk] = gates_Nk
-    return gate_R
 
 
 class _SegmentSums:

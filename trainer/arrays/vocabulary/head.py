@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.memory import empty, host_threads, narrow_like, part_of, row_blocks, downcast_if_needed
+from trainer.arrays.memory import downcast_if_needed, empty, host_threads, narrow_like, part_of, row_blocks
 from trainer.arrays.numpy_operators import soft_cap
 from trainer.arrays.operators import operators
 from trainer.arrays.stored import StoredMatrix, rows_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import empty, host_threads, row_blocks, downcast_if_needed
+from trainer.arrays.memory import downcast_if_needed, empty, host_threads, row_blocks
 from trainer.arrays.operators import operators
 
 if TYPE_CHECKING:

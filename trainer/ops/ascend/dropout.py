@@ -46,7 +46,7 @@ class Dropout(nn.Cell):
 
 
 def mask_bytes(shape: tuple[int, ...]) -> int:
-    """Returns the size of a mask that `draw_mask` draws for numbers of this shape."""
+    """Returns the size of a mask that `draw_mask` draws for an array of this shape."""
     return -(-math.prod(shape) // 128) * 16
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trainer.ops.ascend.optim import FusedAdamW
 
-_BLOCK = 1 << 17  # numbers; NumPy's call overhead slows down shorter blocks, and longer ones exceed the cache
+_BLOCK = 1 << 17  # elements; NumPy's call overhead slows down shorter blocks, and longer ones exceed the cache
 
 
 class AdamWItem(NamedTuple):

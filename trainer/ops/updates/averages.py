@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.device.threads import HostThreads
 
-_BLOCK = 1 << 17  # numbers; see `trainer.ops.updates.adamw`
+_BLOCK = 1 << 17  # elements; see `trainer.ops.updates.adamw`
 
 Pairs: TypeAlias = "Iterable[tuple[np.ndarray, np.ndarray]]"
 """Averages and weights, which are contiguous float32 arrays of the same size."""
