@@ -247,9 +247,9 @@ class CpuLinear:
 
     def _dropout(self, call: SublayerCall) -> LayerDropout | None:
         """Returns the dropout of the adapter's input; None where nothing is dropped."""
-        if self.adapter is None or self.adapter.dropout == 0:
+        if self.adapter is None:
             return None
-        return call.dropout
+        return call.dropout_of(self.adapter.dropout)
 
     def _dropped(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
         dropout = self._dropout(call)
@@ -503,14 +503,7 @@ class SublayerOutput:
     ) -> None:
         if self.norm is not None:
             added_nD = self.norm.apply(added_nD, call.weights[self.norm_name], tile)
-        dropout = self._dropout(call)
-        if dropout is not None:
-            mask_nD = dropout.rows(self.site, tile.rows, added_nD.shape[1])
-            mask_nD *= added_nD
-            added_nD = mask_nD
-        if self.scale != 1:
-            added_nD *= self.scale
-        np.add(x_nD, added_nD, out=out_nD)
+        add_to_stream(x_nD, added_nD, out_nD, tile, self.site, call.dropout_of(self.rate), self.scale)
 
     def begin_backward(
         self, call: SublayerCall, grad_ND: np.ndarray, dtype: type
@@ -527,7 +520,7 @@ class SublayerOutput:
 
     def _gradient(self, call: SublayerCall, grad_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
         out_nD = out_ND[tile.rows]
-        dropout = self._dropout(call)
+        dropout = call.dropout_of(self.rate)
         if dropout is not None:
             np.multiply(grad_ND[tile.rows], dropout.rows(self.site, tile.rows, out_nD.shape[1]), out=out_nD)
         else:
@@ -550,17 +543,25 @@ class SublayerOutput:
 
     def _changes(self, call: SublayerCall) -> bool:
         """Whether W y is normed, dropped or scaled before it is added."""
-        return self.norm is not None or self.scale != 1 or self._dropout(call) is not None
+        return self.norm is not None or self.scale != 1 or call.dropout_of(self.rate) is not None
 
     def _computes(self, call: SublayerCall) -> bool:
         """Whether the next sublayer, or the gradient of the norm, needs the result of the product."""
         return call.compute_output or (self.norm is not None and call.save)
 
-    def _dropout(self, call: SublayerCall) -> LayerDropout | None:
-        """Returns the dropout of the output; None where nothing is dropped."""
-        if self.rate == 0:
-            return None
-        return call.dropout
+
+def add_to_stream(
+    x_nD: np.ndarray, added_nD: np.ndarray, out_nD: np.ndarray, tile: Tile, site: str, dropout: LayerDropout | None,
+    scale: np.float32,
+) -> None:  # fmt: skip
+    """Writes x + scale * dropout(added) for the rows of a tile; may overwrite `added_nD`."""
+    if dropout is not None:
+        mask_nD = dropout.rows(site, tile.rows, added_nD.shape[1])
+        mask_nD *= added_nD
+        added_nD = mask_nD
+    if scale != 1:
+        added_nD *= scale
+    np.add(x_nD, added_nD, out=out_nD)
 
 
 class OutputGradient(NamedTuple):

@@ -272,6 +272,12 @@ class SublayerCall:
         self.gradients = WeightGradients(trained)
         self.working: dict[str, np.ndarray] = {}
 
+    def dropout_of(self, rate: float) -> LayerDropout | None:
+        """Returns the dropout of a place with this rate; None where nothing is dropped."""
+        if rate == 0:
+            return None
+        return self.dropout
+
 
 class WeightGradients:
     """Gradients of the trained weights of one sublayer, [out, in] matrices and vectors."""

@@ -20,6 +20,7 @@ from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import token_dispatcher
 from trainer.arrays.moe.experts import CpuExperts, ExpertWeights
 from trainer.arrays.moe.router import CpuRouter, sigmoid
+from trainer.arrays.sublayer import add_to_stream
 from trainer.arrays.tiles import CpuRmsNorm, SublayerCall, WeightGradients
 from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import (
@@ -35,7 +36,6 @@ from trainer.models.spec.names import (
 from trainer.ops.routing import Routing, RoutingRule, local_routing, route
 
 if TYPE_CHECKING:
-    from trainer.arrays.dropout import LayerDropout
     from trainer.arrays.moe.router import RoutedTokens, RouterLabels, Shares
     from trainer.arrays.tiles import Arrays, Gradients, Scratch, Tile
     from trainer.config.schema.moe import MoEConfig
@@ -49,6 +49,7 @@ _EXPERTS = {
     "bias": EXPERT_DOWN_BIAS, "gate_bias": EXPERT_GATE_BIAS, "up_bias": EXPERT_UP_BIAS,
 }  # fmt: skip
 _SHARED = "mlp.shared_experts."
+_SITE = "mlp_output"  # of dropout
 
 
 @dataclass(frozen=True)
@@ -124,18 +125,12 @@ class CpuMoe:
         if self.row_ranks is not None:
             added_ND = self.row_ranks.gather_tokens(added_ND)
         result, out_ND = empty(*x_ND.shape)
-        dropout = self._dropout(call)
+        dropout = call.dropout_of(self.spec.output_dropout)
 
         def add(tile: Tile) -> None:
             """Adds the experts' results to the residual stream, with dropout and factor."""
-            added_nD = added_ND[tile.rows]
-            if dropout is not None:
-                mask_nD = dropout.rows("mlp_output", tile.rows, added_nD.shape[1])
-                mask_nD *= added_nD
-                added_nD = mask_nD
-            if self.scale != 1:
-                added_nD *= self.scale
-            np.add(x_ND[tile.rows], added_nD, out=out_ND[tile.rows])
+            rows = tile.rows
+            add_to_stream(x_ND[rows], added_ND[rows], out_ND[rows], tile, _SITE, dropout, self.scale)
 
         self.scratch.run(len(x_ND), add)
         return result, passed
@@ -215,7 +210,7 @@ class CpuMoe:
         """Returns the gradients of x and of the trained weights; overwrites the arrays of `passed`."""
         gradients = call.gradients
         added_grad_ND = grad_ND
-        dropout = self._dropout(call)
+        dropout = call.dropout_of(self.spec.output_dropout)
         if dropout is not None or self.scale != 1:
             added_grad_ND = empty(*grad_ND.shape)[1]
 
@@ -223,7 +218,7 @@ class CpuMoe:
                 """Multiplies the gradients of a tile by the factor of the output and by its dropout mask."""
                 np.multiply(grad_ND[tile.rows], self.scale, out=added_grad_ND[tile.rows])
                 if dropout is not None:
-                    added_grad_ND[tile.rows] *= dropout.rows("mlp_output", tile.rows, grad_ND.shape[1])
+                    added_grad_ND[tile.rows] *= dropout.rows(_SITE, tile.rows, grad_ND.shape[1])
 
             self.scratch.run(len(grad_ND), change)
         if self.row_ranks is not None:
@@ -281,12 +276,6 @@ class CpuMoe:
                 gradients.tensors[SHARED_GATE] = Tensor(score_grad_N1.T @ passed.y_ND)
         return y_grad_ND
 
-    def _dropout(self, call: SublayerCall) -> LayerDropout | None:
-        """Returns the dropout of the sublayer's output; None where nothing is dropped."""
-        if self.spec.output_dropout == 0:
-            return None
-        return call.dropout
-
 
 @dataclass
 class MoePass:
@@ -312,6 +301,5 @@ class MoePass:
 
 
 def _expert_weights(weights: Arrays) -> ExpertWeights:
-    gate, up, down = (weights[_EXPERTS[field]] for field in ("gate", "up", "down"))
-    biases = {field: weights.get(_EXPERTS[field]) for field in ("bias", "gate_bias", "up_bias")}
-    return ExpertWeights(gate, up, down, **biases)
+    arrays: dict[str, Any] = {field: weights.get(name) for field, name in _EXPERTS.items()}
+    return ExpertWeights(**arrays)
