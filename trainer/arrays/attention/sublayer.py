@@ -280,7 +280,7 @@ class CpuAttention:
             return keys.stop - keys.start
 
         host_threads().run(range(len(tasks)), attend, count_keys)
-        if max_logits is not None:
+        if max_logits is not None and call.max_logits is not None:
             np.maximum(call.max_logits, max_logits.max(0).reshape(-1), out=call.max_logits)
         if self.context is not None and self.ulysses > 1:
             local_NV = arrays["heads"]
