@@ -14,22 +14,15 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from trainer.checkpoint.hugging_face import (
-    CONFIG,
-    GENERATION,
-    TOKENIZER_FILES,
-    index_json,
-    split_into_files,
-    write_weights,
-)
-from trainer.checkpoint.store import INDEX, errors_at, find_checkpoint, first_of
+from trainer.checkpoint.hugging_face import CONFIG, GENERATION, TOKENIZER_FILES, split_into_files
+from trainer.checkpoint.store import errors_at, find_checkpoint, first_of
 from trainer.checkpoint.weights import read_weights
 from trainer.convert.merge_methods import linear, slerp, task_arithmetic, ties
 from trainer.errors import UserError
 from trainer.monitors import formatting
 from trainer.monitors.files import make_folder
 from trainer.parallel.sharding import ShardSpec
-from trainer.run.export import SHARD_BYTES, check_output, exported_file, weight_files
+from trainer.run.export import SHARD_BYTES, check_output, exported_file, write_weight_files
 from trainer.storage.interleaved_experts import QUANTIZED
 from trainer.storage.tensor_file import LazyArray, read_shard
 
@@ -91,17 +84,7 @@ def merge(options: MergeOptions) -> str:
     }
     files = split_into_files(merged, SHARD_BYTES, options.dtype)
     make_folder(options.output)
-    written = {*files}
-    for name, tensors in files.items():
-        with exported_file(options.output / name) as path:
-            write_weights(path, {tensor: merged[tensor] for tensor in tensors}, options.dtype)
-    if len(files) > 1:
-        with exported_file(options.output / INDEX) as path:
-            path.write_bytes(index_json(files, merged, options.dtype))
-        written.add(INDEX)
-    for path in weight_files(options.output):  # last: the folder may be one of the models
-        if path.name not in written:
-            path.unlink()
+    write_weight_files(options.output, files, merged, options.dtype)
     copied = list(_copy_other_files(options.models[0], options.output))
     size = sum((options.output / name).stat().st_size for name in files)
     missing = ""

@@ -41,6 +41,7 @@ from trainer.storage.marker import MARKER
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data.batches.packing import RecordForm
+    from trainer.storage.tensor_file import ArrayOrLazyArray
 
 SHARD_BYTES = 5_000_000_000
 _SUFFIX = ".safetensors"
@@ -116,15 +117,12 @@ def export(
         other_files = folder_files(config, dtype, settings, form)
         if other_files:
             notes += _template_notes(config, form)
-    if len(files) > 1:
-        other_files[INDEX] = index_json(files, weights, dtype)
     make_folder(folder)
-    if not is_file:
-        for path in weight_files(folder):  # an earlier export may have had other shards
-            path.unlink()
-    for name, tensors in files.items():
-        with exported_file(folder / name) as path:
-            write_weights(path, {tensor: weights[tensor] for tensor in tensors}, dtype)
+    if is_file:
+        _write_shards(folder, files, weights, dtype)
+        written = [*files]
+    else:
+        written = write_weight_files(folder, files, weights, dtype)
     for name, content in other_files.items():
         with exported_file(folder / name) as path:
             path.write_bytes(content)
@@ -139,7 +137,7 @@ def export(
         file_bytes=sum((folder / name).stat().st_size for name in files),
         description=description,
         dtype=dtype,
-        files=(*files, *other_files),
+        files=(*written, *other_files),
         notes=tuple(notes),
     )
 
@@ -275,6 +273,43 @@ def check_output(output: Path, force: bool) -> None:
         present = [*weight_files(output), output / CONFIG]
     for path in present:
         require_new(path, "--output", force)
+
+
+def write_weight_files(
+    folder: Path, files: Mapping[str, list[str]], weights: Mapping[str, ArrayOrLazyArray], dtype: str
+) -> list[str]:
+    """Writes the weights of a folder and, for several files, their index; then removes those of an earlier export.
+
+    Nothing is removed before all is written: the weights may be read from files of the folder, and if the disk is full
+    the earlier file is still there.
+
+    Args:
+        files: The names of the tensors in each file, from `split_into_files`.
+
+    Returns:
+        The names of the files that were written.
+
+    Raises:
+        RunError: A file cannot be written.
+    """
+    _write_shards(folder, files, weights, dtype)
+    written = [*files]
+    if len(files) > 1:
+        with exported_file(folder / INDEX) as path:
+            path.write_bytes(index_json(files, weights, dtype))
+        written.append(INDEX)
+    for path in weight_files(folder):
+        if path.name not in written:
+            path.unlink()
+    return written
+
+
+def _write_shards(
+    folder: Path, files: Mapping[str, list[str]], weights: Mapping[str, ArrayOrLazyArray], dtype: str
+) -> None:
+    for name, tensors in files.items():
+        with exported_file(folder / name) as path:
+            write_weights(path, {tensor: weights[tensor] for tensor in tensors}, dtype)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ scripts/check_folders.py proves with transformers itself what is checked here by
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.encode import encode_samples
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.models.spec.shapes import all_shapes, parameter_shapes
+from trainer.errors import RunError
 from trainer.run.export import export
 from trainer.run.prepare import build_plan
 from trainer.storage.bfloat16 import as_bfloat16, as_float32
@@ -284,6 +286,24 @@ def test_export_writes_a_folder_in_shards(tmp_path: Path, capsys: pytest.Capture
     assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
     again = load_folder(output)
     assert again.decoder.head_dim == 16 and again.model.arch.type == "Qwen3ForCausalLM"
+
+
+def test_an_export_that_fails_leaves_the_weights_of_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = source(tmp_path / "source")
+    output = tmp_path / "exported"
+    arguments = ["export", "--config", str(config_file(tmp_path / "a.yaml", folder)), "--output", str(output)]
+    dispatch(arguments)
+    earlier = (output / "model.safetensors").read_bytes()
+
+    def full_disk(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainer.run.export.write_weights", full_disk)
+    with pytest.raises(RunError, match="No space left"):
+        dispatch([*arguments, "--force", "--dtype", "bfloat16"])
+    assert (output / "model.safetensors").read_bytes() == earlier
 
 
 def test_export_of_a_file_writes_the_weights_alone(tmp_path: Path) -> None:
