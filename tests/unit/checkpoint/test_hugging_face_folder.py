@@ -33,8 +33,8 @@ from trainer.data.source.samples import to_sample
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.encode import encode_samples
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
-from trainer.models.spec.shapes import all_shapes, parameter_shapes
 from trainer.errors import RunError
+from trainer.models.spec.shapes import all_shapes, parameter_shapes
 from trainer.run.export import export
 from trainer.run.prepare import build_plan
 from trainer.storage.bfloat16 import as_bfloat16, as_float32

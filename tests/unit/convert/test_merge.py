@@ -83,7 +83,7 @@ def test_a_model_may_be_replaced_but_is_never_missing(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(RunError, match="No space left"):
-        patch.setattr(merge_module, "write_weight_file", fail)
+        patch.setattr("trainer.run.export.write_weights", fail)
         merge(MergeOptions((first, second), second, force=True))
     assert saved(second).keys() == SHAPES.keys()
     merge(MergeOptions((first, second), second, force=True))
