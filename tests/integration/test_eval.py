@@ -96,7 +96,7 @@ def test_numbers_that_are_not_finite_are_null(
 ) -> None:
     metrics = EvalMetrics(0, 1, math.nan, math.inf, 8, 0.5, kl=math.inf)
     monkeypatch.setattr("trainer.run.evaluate.evaluate_on_all_ranks", lambda *arguments, **named: metrics)
-    found = evaluate(path, trained)
+    found = evaluated(path, trained)
     assert found.pop("load_checkpoint")
     assert found == {"loss": None, "perplexity": None, "tokens": 8, "seconds": 0.5, "kl": None}
 

@@ -99,7 +99,7 @@ def test_the_embedding_that_peft_saves_must_be_the_base_model_s(tmp_path: Path) 
     case = load_adapter_case("adapter_vocabulary")
     mine = adapted(case, tmp_path)
     config = config_for(case)
-    fitting_adapters(case.adapters, config, tmp_path, "test", base=mine.weights)
+    fitting_adapters(case.adapters, config, tmp_path, base=mine.weights)
     changed = mine.weights | {"model.embed_tokens.weight": mine.weights["model.embed_tokens.weight"] + 1}
     with pytest.raises(UserError, match="has another model.embed_tokens.weight than the base model"):
         fitting_adapters(case.adapters, config, tmp_path, base=changed)
