@@ -62,18 +62,28 @@ class HeadAdapter:
             grad_nV: Gradient of the logits times `divisor`.
             y_nE: Rows without a loss are zero.
         """
-        grad_nR = self._multiply(grad_nV, self.b_VR, self.scale / divisor)
-        operators().matmul(grad_nR, self.a_RE, out_nE, True)
+        # Divided only after the products: in float16 the quotients would lose their digits.
+        grad_nR = self._multiply(grad_nV, self.b_VR, self.scale)
+        _add_product(grad_nR, self.a_RE, out_nE, divisor)
         if LORA_A in self.gradients:
-            operators().matmul(grad_nR.T, y_nE, self.gradients[LORA_A], True)
+            _add_product(grad_nR.T, y_nE, self.gradients[LORA_A], divisor)
         if LORA_B not in self.gradients:
             return
         low_nR = self.low_rank(y_nE)
 
         def add_rows(columns: slice, thread: int) -> None:
             """Adds the gradient of some rows of B."""
-            grad_VR = np.empty(self.b_VR[columns].shape, np.float32)
-            operators().matmul(grad_nV[:, columns].T, low_nR, grad_VR)
-            self.gradients[LORA_B][columns] += grad_VR / divisor
+            _add_product(grad_nV[:, columns].T, low_nR, self.gradients[LORA_B][columns], divisor)
 
         host_threads().run(row_blocks(slice(0, len(self.b_VR)), _COLUMNS), add_rows)
+
+
+def _add_product(a: np.ndarray, b: np.ndarray, out: np.ndarray, divisor: np.float32) -> None:
+    """Adds the product a b, divided by `divisor`, to `out`."""
+    if divisor == 1:
+        operators().matmul(a, b, out, True)
+        return
+    product = np.empty(out.shape, np.float32)
+    operators().matmul(a, b, product)
+    product /= divisor
+    out += product
