@@ -30,7 +30,7 @@ from trainer.arrays.operators import operators
 from trainer.arrays.stored import StoredMatrix, rows_of
 from trainer.arrays.sublayer import CpuLinear
 from trainer.arrays.tiles import CpuRmsNorm, shared_product
-from trainer.arrays.vocabulary.head_adapter import LORA_A, LORA_B, HeadAdapter
+from trainer.arrays.vocabulary.head_adapter import LORA_A, LORA_B, HeadAdapter, divided_product
 from trainer.models.spec.names import norm_bias
 from trainer.models.spec.saved import HEAD_ROWS, logit_rows
 from trainer.parallel.sharding import shard_range
@@ -402,7 +402,7 @@ class FusedLinearCrossEntropy:
             out_VE: None: the matrix is not trained.
             first: Write the gradient of the matrix; False: add it to that of earlier tokens.
         """
-        is_scaled = grad_nV.dtype == np.float16
+        divisor = _gradient_factor(grad_nV.dtype)
 
         def compute_input_block(block: tuple[slice, slice], thread: int) -> None:
             """Computes the gradients of some rows and columns of the input, or adds those of some tokens."""
@@ -412,16 +412,7 @@ class FusedLinearCrossEntropy:
         def compute_weight_rows(columns: slice, thread: int) -> None:
             """Adds the gradients of some rows of the weight."""
             assert out_VE is not None
-            if not is_scaled:
-                operators().matmul(grad_nV[:, columns].T, y_nE, out_VE[columns], not first)
-                return
-            sum_VE = np.empty(out_VE[columns].shape, np.float32)
-            operators().matmul(grad_nV[:, columns].T, y_nE, sum_VE)
-            sum_VE /= _SMALL_GRADIENTS
-            if first:
-                out_VE[columns] = sum_VE
-            else:
-                out_VE[columns] += sum_VE
+            divided_product(grad_nV[:, columns].T, y_nE, out_VE[columns], divisor, not first)
 
         blocks = [
             (rows, inputs)
@@ -438,8 +429,8 @@ class FusedLinearCrossEntropy:
                 host_threads().run(blocks, compute_input_block)
         else:
             host_threads().run(blocks, compute_input_block)
-        if is_scaled:
-            out_nE /= _SMALL_GRADIENTS
+        if divisor != 1:
+            out_nE /= divisor
         if out_VE is not None:
             host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), compute_weight_rows)
 

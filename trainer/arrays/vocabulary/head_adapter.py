@@ -64,26 +64,31 @@ class HeadAdapter:
         """
         # Divided only after the products: in float16 the quotients would lose their digits.
         grad_nR = self._multiply(grad_nV, self.b_VR, self.scale)
-        _add_product(grad_nR, self.a_RE, out_nE, divisor)
+        divided_product(grad_nR, self.a_RE, out_nE, divisor, True)
         if LORA_A in self.gradients:
-            _add_product(grad_nR.T, y_nE, self.gradients[LORA_A], divisor)
+            divided_product(grad_nR.T, y_nE, self.gradients[LORA_A], divisor, True)
         if LORA_B not in self.gradients:
             return
         low_nR = self.low_rank(y_nE)
 
         def add_rows(columns: slice, thread: int) -> None:
             """Adds the gradient of some rows of B."""
-            _add_product(grad_nV[:, columns].T, low_nR, self.gradients[LORA_B][columns], divisor)
+            divided_product(grad_nV[:, columns].T, low_nR, self.gradients[LORA_B][columns], divisor, True)
 
         host_threads().run(row_blocks(slice(0, len(self.b_VR)), _COLUMNS), add_rows)
 
 
-def _add_product(a: np.ndarray, b: np.ndarray, out: np.ndarray, divisor: np.float32) -> None:
-    """Adds the product a b, divided by `divisor`, to `out`."""
+def divided_product(
+    a: np.ndarray, b: np.ndarray, out: np.ndarray, divisor: np.float32, accumulate: bool
+) -> None:
+    """Writes the product a b, divided by `divisor`, to `out`, or with `accumulate` adds it."""
     if divisor == 1:
-        operators().matmul(a, b, out, True)
+        operators().matmul(a, b, out, accumulate)
         return
     product = np.empty(out.shape, np.float32)
     operators().matmul(a, b, product)
     product /= divisor
-    out += product
+    if accumulate:
+        out += product
+    else:
+        out[...] = product
