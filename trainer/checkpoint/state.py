@@ -304,7 +304,9 @@ def _resumed(
     if config.resume_training is True and resolve_best_link(_resume_folder(config)) != path:
         notes += renamed_checkpoint_notes(path)
     evaluations = state.evaluations or EvalHistory.empty(position.step)  # older checkpoints have none
-    step = state.model_dump(include={"step"})["step"]
+    step = None
+    if state.step is not None:
+        step = state.step.model_dump()
     return ResumedCheckpoint(position, weights, arrays, state.optimizer.updates, step, evaluations, path, tuple(notes))
 
 
