@@ -99,7 +99,7 @@ def _listener(folder: Path) -> Attempt:
                 options=LaunchOptions(worker_num=8, local_worker_num=4),
                 listening=ListeningSocket(listening),
                 secret=_SECRET,
-                secret_path=None,
+                secret_path=folder / "secret",
             )
             address = listening.getsockname()
             callers = [socket.create_connection(address) for _ in range(rng.choice((1, 3)))]

@@ -26,7 +26,7 @@ from trainer.launch.arguments import (
     to_arguments,
     visible_devices,
 )
-from trainer.launch.control.messages import stop_message
+from trainer.launch.control.messages import NodeMessage
 from trainer.launch.control.nodes import Nodes, connect_nodes
 from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.heartbeat import JOB_VARIABLE, RESTART_VARIABLE
@@ -183,7 +183,7 @@ def _wait_for_nodes(nodes: Nodes, signals: deque[int]) -> Outcome | None:
     while not nodes.connected:
         number = stop_signal(signals)
         if number is not None:
-            nodes.send(stop_message(number, nodes.options.node_rank))
+            nodes.send(NodeMessage(kind="stop", number=number, node=nodes.options.node_rank))
             return stopped_outcome(number)
         for event in nodes.poll(time.monotonic()):
             for line in event.lines:
@@ -228,7 +228,7 @@ def _supervise(
 
 def _nodes(options: LaunchOptions, restart_plan: RestartPlan | None, attempt: int, resume: str) -> Nodes:
     if options.nodes == 1:
-        return Nodes(options=options, resume=resume)
+        return Nodes(options=options, resume=resume, connected=True)
     assert restart_plan is not None
     if attempt:
         longest = min(_RECONNECT_SECONDS, options.start_limit or _RECONNECT_SECONDS, options.cluster_time_out)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.control.messages import NodeMessage, failure_message, stop_message
+from trainer.launch.control.messages import NodeMessage, failure_message
 from trainer.launch.control.nodes import Nodes
 from trainer.launch.job import (
     JobFiles,
@@ -209,7 +209,7 @@ class Supervisor:
             else:
                 number = _without_hangup(number)
                 if self._stop(number, now, ""):
-                    self.nodes.send(stop_message(number, self.options.node_rank))
+                    self.nodes.send(NodeMessage(kind="stop", number=number, node=self.options.node_rank))
 
     def _handle_event(self, event: NodeMessage, now: float) -> None:
         if event.kind == "note":
@@ -233,7 +233,7 @@ class Supervisor:
         if received is not None:
             rank, number = received
             self._stop(number, now, f"rank {rank}")
-            self.nodes.send(stop_message(number, self.options.node_rank))
+            self.nodes.send(NodeMessage(kind="stop", number=number, node=self.options.node_rank))
 
     def _stop(self, number: int, now: float, source: str) -> bool:
         """Forwards a signal to every worker. They save and end; after a second signal they have little time, then none.

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import worker_specs
-from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message, stop_message
+from trainer.launch.control.messages import NodeMessage, SignedChannel, failure_message
 from trainer.launch.control.nodes import NodeClient, NodeServer, connect_nodes, network_of
 from trainer.launch.control.secret import make_secret, read_secret
 from trainer.launch.job import job_files
@@ -71,7 +71,7 @@ def test_nodes_that_know_the_secret_understand_each_other(
     assert hub.connected
     while not other.connected:
         talk(other, until="the launchers of all 2 nodes are connected")
-    other.send(stop_message(signal.SIGINT, 1))
+    other.send(NodeMessage(kind="stop", number=signal.SIGINT, node=1))
     (event,) = (event for event in talk(hub, until="stop") if event.kind == "stop")
     assert (event.number, event.node) == (signal.SIGINT, 1)
     hub.send(failure_message(7, ["\x1b[31mred\x1b[0m\x07 \u202eturned\x9b1m\ttab\r\n", "x" * 5000, *["more"] * 200]))
@@ -79,7 +79,7 @@ def test_nodes_that_know_the_secret_understand_each_other(
     assert event.number == 7 and event.lines[0] == "red turned1m tab  " and event.lines[1] == "x" * 2000
     assert len(event.lines) == 100
     other.send(failure_message(8, ["a consequence"]))
-    other.send(stop_message(signal.SIGTERM, 1))
+    other.send(NodeMessage(kind="stop", number=signal.SIGTERM, node=1))
     assert "failed" not in [event.kind for event in talk(hub, until="stop")]
     other.close()
 
@@ -417,7 +417,7 @@ def test_a_control_port_that_cannot_be_is_refused(
 def test_a_signal_right_behind_the_first_words_is_heard(hub: NodeServer, options: LaunchOptions) -> None:
     channel = SignedChannel(socket.create_connection(("127.0.0.1", options.master_port + 1)), SECRET.encode(), False)
     channel.send(NodeMessage(kind="hello", node=1, worker_num=4))
-    channel.send(stop_message(signal.SIGTERM, 1))
+    channel.send(NodeMessage(kind="stop", number=signal.SIGTERM, node=1))
     while not channel.has_nonce:
         hub.poll(time.monotonic())
         channel.receive()

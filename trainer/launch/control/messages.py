@@ -38,17 +38,17 @@ class NodeMessage(BaseModel):
 
     Attributes:
         kind: hello: a node calls; welcome: node 0 accepts it, and the line may name the checkpoint to continue from;
-            later, refused: node 0 does not accept it, and the line says why; start: all nodes are connected; beat: a
-            heartbeat; moved: a heartbeat, and a rank made progress since the last one; failed: a node's part of the job
-            failed; stop: a launcher received a signal, which is for all workers; done: the workers of the node, and
-            from node 0 of all nodes, have ended well; note: lines to print, never sent.
+            refused: node 0 does not, and the line says why; start: all nodes are connected; beat: a heartbeat; moved: a
+            heartbeat, and a rank made progress since the last one; failed: a node's part of the job failed; stop: a
+            launcher received a signal, which is for all workers; done: the workers of the node, and from node 0 of all
+            nodes, have ended well. Never sent are lost: the connection has ended; note: lines to print.
         number: The exit code of a failure, or the signal.
         attempt: How often the job has been restarted.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    kind: Literal["hello", "welcome", "later", "refused", "start", "beat", "moved", "failed", "stop", "done", "note"]
+    kind: Literal["hello", "welcome", "refused", "start", "beat", "moved", "failed", "stop", "done", "lost", "note"]
     node: Count = 0
     worker_num: Count = 0
     attempt: Count = 0
@@ -67,11 +67,6 @@ class NodeMessage(BaseModel):
 def failure_message(exit_code: int, lines: Sequence[str]) -> NodeMessage:
     """Returns the message about a failure; long reports are cut."""
     return NodeMessage(kind="failed", number=exit_code, lines=[line[:LONGEST_LINE] for line in lines[:_MOST_LINES]])
-
-
-def stop_message(number: int, node: int) -> NodeMessage:
-    """Returns the message about a signal for all workers, which this node received."""
-    return NodeMessage(kind="stop", number=number, node=node)
 
 
 class SignedChannel(Lines):

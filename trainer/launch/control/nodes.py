@@ -47,15 +47,15 @@ class Nodes:
     options: LaunchOptions
     attempt: int = 0
     resume: str = ""
-    connected: bool = True
+    connected: bool = False
     began: float = field(default_factory=time.monotonic)
     links: dict[int, SignedChannel] = field(default_factory=dict)
     _events: list[NodeMessage] = field(default_factory=list)  # for the supervisor
     _sent: set[str] = field(default_factory=set)  # the kinds of messages that all nodes got
     _done: set[int] = field(default_factory=set)  # the other nodes that need not be waited for
-    _beat_at: float = 0.0
-    _heartbeat: NodeMessage = NodeMessage(kind="beat")  # the next one
     _noted: set[str] = field(default_factory=set)
+    _heartbeat: NodeMessage = NodeMessage(kind="beat")  # the next one
+    _beat_at: float = 0.0
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
@@ -70,7 +70,7 @@ class Nodes:
             for message in link.receive():
                 self._handle(node, message)
             if link.is_lost(now):
-                self._lose(node)
+                self._handle(node, NodeMessage(kind="lost"))
         if now >= self._beat_at:
             self._beat_at = now + scale_timeout(_BEAT_SECONDS)
             self.send(self._heartbeat)
@@ -83,13 +83,6 @@ class Nodes:
         """Reports with the next heartbeat that a rank of this node got on: ranks of other nodes may wait for it."""
         self._heartbeat = NodeMessage(kind="moved")
 
-    def send(self, message: NodeMessage, but: int | None = None) -> None:
-        """Sends a message to all other nodes `but` one."""
-        self._sent.add(message.kind)
-        for node, link in self.links.items():
-            if node != but:
-                link.send(message)
-
     def report_done(self) -> bool:
         """Reports, once, that the workers of this node have ended well; node 0 does so when those of all nodes have.
 
@@ -99,6 +92,13 @@ class Nodes:
         if (self.options.node_rank or finished) and "done" not in self._sent:
             self.send(NodeMessage(kind="done"))
         return finished
+
+    def send(self, message: NodeMessage, but: int | None = None) -> None:
+        """Sends a message to all other nodes `but` one."""
+        self._sent.add(message.kind)
+        for node, link in self.links.items():
+            if node != but:
+                link.send(message)
 
     def note(self, line: str) -> None:
         """Has the supervisor print a line, once."""
@@ -116,8 +116,13 @@ class Nodes:
 
     def _handle(self, node: int, message: NodeMessage) -> None:
         """Forwards a message that is for all nodes, and passes it on to the supervisor."""
-        if message.kind == "done":
+        if message.kind == "start":
+            self.connected = True
+            self.note(f"the launchers of all {self.options.nodes} nodes are connected")
+        elif message.kind == "done" or (message.kind == "lost" and "stop" in self._sent):
             self._done.add(node)
+        elif message.kind == "lost" and node not in self._done:
+            self._fail(f"the connection to node {node} is lost")
         elif message.kind == "moved":
             if len(self.links) > 1:
                 self.report_progress()
@@ -126,13 +131,6 @@ class Nodes:
             self.send(message, but=node)  # the first failure ends the job
             self._events.append(message)
 
-    def _lose(self, node: int) -> None:
-        """Handles the end of a connection, which is a failure unless the job ends."""
-        if "stop" in self._sent:
-            self._done.add(node)
-        elif node not in self._done:
-            self._fail(f"the connection to node {node} is lost")
-
     def _wait(self, now: float, reason: str, failure: str) -> None:
         """Notes what is waited for if that takes long; fails after `cluster_time_out`."""
         if now - self.began > self.options.cluster_time_out:
@@ -140,15 +138,9 @@ class Nodes:
         elif now - self.began >= scale_timeout(_PATIENCE_SECONDS):
             self.note(f"waiting for {reason}")
 
-    def _set_connected(self) -> None:
-        self.connected = True
-        self.note(f"the launchers of all {self.options.nodes} nodes are connected")
-
     def _fail(self, reason: str, exit_code: int = EXIT_RUN_FAILED) -> None:
         """Ends the job on all nodes, unless a failure does so already."""
-        if "failed" not in self._sent:
-            self._events.append(failure_message(exit_code, [f"error: {reason}."]))
-            self.send(self._events[-1])
+        self._handle(self.options.node_rank, failure_message(exit_code, [f"error: {reason}."]))
 
 
 @functools.lru_cache
@@ -165,8 +157,7 @@ class NodeServer(Nodes):
 
     listening: ListeningSocket
     secret: bytes
-    secret_path: Path | None  # the file that it made, and removes
-    connected: bool = False
+    secret_path: Path  # where it makes a file with the secret, unless the environment has one
     _callers: dict[SignedChannel, str] = field(default_factory=dict)  # with their addresses, until they say hello
 
     @property
@@ -192,14 +183,13 @@ class NodeServer(Nodes):
             counts = Counter(map(network_of, self._callers.values()))
             keep = {each: (-counts[network_of(address)], each.has_nonce) for each, address in self._callers.items()}
             self._drop(min(keep, key=keep.__getitem__))
-        if not self.connected:
-            missing = ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self.links)
+        if missing := ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self.links):
             reason = f"the launcher of node {missing}; the workers start once all are there"
             self._wait(now, reason, f"node {missing} did not connect")
 
     def _drop(self, caller: SignedChannel) -> None:
-        address = self._callers.pop(caller)
         caller.close()
+        address = self._callers.pop(caller)
         if len(self._noted) < _MOST_NAMED:
             what = "called the control port without the secret of this job; its connections are dropped"
             self.note(f"note: {address} {what}")
@@ -207,39 +197,35 @@ class NodeServer(Nodes):
     def _accept(self, caller: SignedChannel, hello: NodeMessage, *more: NodeMessage) -> None:
         """Accepts a node of the job with the checkpoint to continue from; tells any other caller why it is refused."""
         node = hello.node
+        nodes = self.options.nodes
         workers = self.options.worker_num
         attempts = f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
         refusals = {
-            f"node_rank is {node}, and node 0 expects 1 to {self.options.nodes - 1}": not 0 < node < self.options.nodes,
+            "has not ended its own workers of the start before yet": hello.attempt > self.attempt,
+            f"node_rank is {node}, and node 0 expects 1 to {nodes - 1}": not 0 < node < nodes,
             f"worker_num is {hello.worker_num} there and {workers} on node 0": hello.worker_num != workers,
             attempts: hello.attempt < self.attempt,
             f"another launcher is node {node} already": node in self.links,
         }
-        refusal = next((reason for reason, applies in refusals.items() if applies), "")
-        if hello.attempt > self.attempt:  # a failure ended its workers sooner than those of this node
-            reason = "has not ended its own workers of the start before yet"
-            caller.send(NodeMessage(kind="later", lines=[reason]))
+        if reasons := [reason for reason, applies in refusals.items() if applies]:
+            caller.send(NodeMessage(kind="refused", attempt=self.attempt, lines=reasons))
             caller.close()
-        elif refusal:
-            caller.send(NodeMessage(kind="refused", lines=[refusal]))
-            caller.close()
-        else:
-            caller.send(NodeMessage(kind="welcome", lines=[self.resume]))
-            self.links[node] = caller
-            for message in more:
-                self._handle(node, message)
-            if len(self.links) == self.options.nodes - 1:
-                self.send(NodeMessage(kind="start"))
-                self._set_connected()
+            return
+        caller.send(NodeMessage(kind="welcome", lines=[self.resume]))
+        self.links[node] = caller
+        for message in more:
+            self._handle(node, message)
+        if len(self.links) == nodes - 1:
+            self.send(NodeMessage(kind="start"))
+            self._handle(0, NodeMessage(kind="start"))
 
     def close(self) -> None:
-        """Closes the port and the connections, and removes the secret if this node made it."""
+        """Closes the port and the connections, and removes the file with the secret."""
         self.listening.close()
         for caller in self._callers:
             caller.close()
         super().close()
-        if self.secret_path is not None:
-            self.secret_path.unlink(missing_ok=True)
+        self.secret_path.unlink(missing_ok=True)
 
 
 @dataclass(kw_only=True)
@@ -247,40 +233,36 @@ class NodeClient(Nodes):
     """The other nodes as any node but 0 sees them: through node 0, whose launcher is at `address`."""
 
     address: tuple[str, int]
-    secret: bytes | None
-    secret_path: Path  # in place of the secret: the file that node 0 makes
-    connected: bool = False
+    secret: bytes
+    secret_path: Path  # the file that node 0 makes; for the case that the secret is empty
     _is_welcome: bool = False  # node 0 has accepted this node
     _why_not: str = ""  # after a call: not connected because node 0 is or does that
     _call_at: float = 0.0
 
     def _join(self, now: float) -> None:
         """Calls node 0 until it accepts this node."""
-        if self._why_not and not self.links:  # of the last call
+        if self._why_not and not self.links:
             place = f"{self.address[0]}, port {self.address[1]}, {self._why_not}"
             self._why_not = ""
             self._wait(now, f"node 0: {place}", f"no connection to the launcher of node 0: {place}")
-        if not self.links and now >= self._call_at and "failed" not in self._sent:
-            self._call_at = now + _CALL_SECONDS
-            self._call()
-
-    def _call(self) -> None:
+        if self.links or now < self._call_at or "failed" in self._sent:
+            return
+        self._call_at = now + _CALL_SECONDS
+        reason = "has made no file with the secret of the job in a folder that this node sees"
+        self._why_not = f"{reason}; {SECRET_VARIABLE}, the same on all nodes, takes its place"
         try:
             secret = self.secret or read_secret(self.secret_path)
-            if secret is None:
-                reason = "has made no file with the secret of the job in a folder that this node sees"
-                self._why_not = f"{reason}; {SECRET_VARIABLE}, the same on all nodes, takes its place"
-                return
-            channel = SignedChannel(socket.create_connection(self.address, _CALL_SECONDS), secret, called=False)
+            if secret is not None:
+                self._why_not = "does not answer"
+                connection = socket.create_connection(self.address, _CALL_SECONDS)
+                self._why_not = ""
+                self.links[0] = SignedChannel(connection, secret, called=False)
         except RunError as error:
             self._fail(str(error).removesuffix("."))
         except OSError:
-            self._why_not = "does not answer"
-        else:
-            node = self.options.node_rank
-            workers = self.options.worker_num
-            channel.send(NodeMessage(kind="hello", node=node, worker_num=workers, attempt=self.attempt))
-            self.links[0] = channel
+            pass  # it is called again
+        node = self.options.node_rank
+        self.send(NodeMessage(kind="hello", node=node, worker_num=self.options.worker_num, attempt=self.attempt))
 
     def _handle(self, node: int, message: NodeMessage) -> None:
         """Handles the answer of node 0 to the call, too."""
@@ -288,26 +270,18 @@ class NodeClient(Nodes):
             self.resume = message.lines[0]
             self._is_welcome = True
             self.note("connected to the launcher of node 0")
-        elif message.kind == "later":
+        elif message.kind == "refused" and message.attempt < self.attempt:
             self._why_not = message.lines[0]  # and node 0 closes the connection
         elif message.kind == "refused":
             self._fail(f"node 0 rejected this node: {message.lines[0]}", EXIT_BAD_INPUT)
-        elif message.kind == "start":
-            self._set_connected()
+        elif message.kind == "lost" and not self._is_welcome:
+            channel = self.links.pop(node)
+            channel.close()
+            if not self._why_not and channel.has_nonce:
+                self._why_not = f"does not accept this node's secret: {SECRET_VARIABLE} must be the same on all nodes"
+            self._why_not = self._why_not or "is not the launcher of a job"  # or node 0 has just gone again
         else:
             super()._handle(node, message)
-
-    def _lose(self, node: int) -> None:
-        """Lets node 0 be called again if it has not accepted this node yet."""
-        if self._is_welcome:
-            super()._lose(node)
-            return
-        channel = self.links.pop(node)
-        channel.close()
-        reason = "is not the launcher of a job"  # or node 0 has just gone again
-        if channel.has_nonce:
-            reason = f"does not accept this node's secret: {SECRET_VARIABLE} must be the same on all nodes"
-        self._why_not = self._why_not or reason
 
 
 def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume: str = "") -> Nodes:
@@ -326,40 +300,27 @@ def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume
     if not string.isdecimal() or not 0 < int(string) < 1 << 16:
         raise UserError("must be the number of a port", key=CONTROL_PORT_VARIABLE, value=string, fix="write 8119")
     host = options.master_addr.strip("[]")
-    address = (host, int(string))
+    port = int(string)
     secret = secret_of_environment()
-    path = shared.expanduser().absolute() / f".launchers-{string}.secret"
+    path = shared.expanduser().absolute() / f".launchers-{port}.secret"
     if options.node_rank:
-        return NodeClient(address=address, options=options, attempt=attempt, secret=secret, secret_path=path)
-    listening = _listen(*address)
-    made = None
-    if secret is None:
-        made = path
-        try:
-            secret = make_secret(path)
-        except UserError:
-            listening.close()
-            raise
+        return NodeClient(options=options, attempt=attempt, address=(host, port), secret=secret, secret_path=path)
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(address, family=family)
+    except OSError as error:
+        rule = f"the launchers of the other nodes cannot call there: {error}"
+        fix = "free it, set this variable to another port on all nodes, or give another master_port: it is the next one"
+        raise UserError(rule, key=CONTROL_PORT_VARIABLE, value=port, fix=fix) from None
     server = NodeServer(
         options=options,
         attempt=attempt,
         resume=resume,
         listening=ListeningSocket(listening),
-        secret=secret,
-        secret_path=made,
+        secret=secret or make_secret(path),
+        secret_path=path,
     )
     here = listening.getsockname()[0]
     if ipaddress.ip_address(here.partition("%")[0]).is_loopback and host != here:
         server.note(f"note: {host} is {here} on this machine, which other machines cannot reach: give its address")
     return server
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens only at the address to which the name of node 0 resolves."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family)
-    except OSError as error:
-        rule = f"the launchers of the other nodes cannot call there: {error}"
-        fix = "free it, set this variable to another port on all nodes, or give another master_port: it is the next one"
-        raise UserError(rule, key=CONTROL_PORT_VARIABLE, value=port, fix=fix) from None

@@ -16,8 +16,8 @@ _FEWEST_CHARACTERS = 16
 _MAX_BYTES = 4096
 
 
-def secret_of_environment() -> bytes | None:
-    """Returns the secret of the environment, or None without one.
+def secret_of_environment() -> bytes:
+    """Returns the secret of the environment; empty without one.
 
     Raises:
         UserError: It is too short to be one.
@@ -26,7 +26,7 @@ def secret_of_environment() -> bytes | None:
     if text and len(text) < _FEWEST_CHARACTERS:
         rule = f"must have at least {_FEWEST_CHARACTERS} characters"
         raise UserError(rule, key=SECRET_VARIABLE, fix="make one with `openssl rand -hex 32`, the same on all nodes")
-    return os.fsencode(text) or None
+    return os.fsencode(text)
 
 
 def make_secret(path: Path) -> bytes:
