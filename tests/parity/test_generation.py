@@ -28,6 +28,7 @@ MODELS = {
         "use_qk_norm": True, "qkv_has_bias": True, "mlp_has_bias": True, "attn_proj_has_bias": True,
         "post_self_attn_layernorm": True, "rotary_pct": 0.5, "tie_word_embeddings": True,
     },
+    "a key head for each query head": {"n_kv_heads": 4},
     "window in one layer": {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
     "adapters": {"pet_config": {"lora_rank": 3, "lora_alpha": 7.5, "target_modules": ".*q_proj.*|.*down_proj.*"}},
     "latent attention with adapters": LATENT | {

@@ -85,7 +85,7 @@ def attend_cached(
     rows, kv_heads, cached, size = keys.shape
     queries = len(q_NC) // rows
     q = q_NC.reshape(rows, queries, kv_heads, -1, size)
-    q = q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, size)
+    q = np.ascontiguousarray(q.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, size))
     sinks = None
     if sinks_H is not None:  # of the rows of q
         sinks = np.tile(sinks_H.reshape(kv_heads, -1), queries)
