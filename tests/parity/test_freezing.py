@@ -106,6 +106,14 @@ def test_an_mtp_module_is_reached_from_what_its_merge_trains(window: list[Batch]
     assert kept == [False, False, True]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_norm_of_an_mtp_module_is_trained_beside_a_frozen_final_norm(window: list[Batch], way: str) -> None:
+    freeze = {"include": "model.norm.weight"}
+    frozen = shared_trainer(sections={"freeze": freeze}, mtp_depth=1, **WAYS[way])
+    full = gradients(shared_trainer(mtp_depth=1, **WAYS[way]), window)
+    assert_trained_get_the_same(gradients(frozen, window), full, 1)
+
+
 def test_frozen_weights_have_no_norm_no_decay_no_state_and_never_change(partial: Partial, window: list[Batch]) -> None:
     """Checks norm, weight decay and optimizer state of frozen parameters; each optimizer has three models or more."""
     kind, trainer, full = partial
