@@ -164,7 +164,8 @@ class ModelConfig(Section):
         None, "SmolLM3's nope_layers: for each layer 1, or 0 if it has no rotary positions. Default null: nope_layers"
         " decides.")
     nope_without_window: bool = setting(
-        False, "Layers without a sliding window have no rotary positions (Cohere2), unless nope_layers says which.")
+        False, "Layers without a sliding window have no rotary positions (Cohere2), unless nope_layers says which.",
+        beside=Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"))
     softmax_scale: float | None = setting(
         None, "Factor on the scores of attention. Default null: 1 / sqrt(width of a head), with yarn and"
         " multi_latent_attention times the square of its mscale.", gt=0, aliases="attention_multiplier")

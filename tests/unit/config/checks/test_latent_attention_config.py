@@ -153,6 +153,7 @@ def test_a_published_config_json(tmp_path: Path) -> None:
         (dense(qk_rope_head_dim=7), ["qk_rope_head_dim = 7", "rotary embedding", "even number"]),
         (dense(rotary_pct=0.5), ["rotary_pct = 0.5", "qk_rope_head_dim"]),
         (dense(post_self_attn_layernorm=True), ["post_self_attn_layernorm = true", "not yet supported"]),
+        (dense(nope_without_window=True), ["nope_without_window = true", "not yet supported"]),
         (dense(pet_config={"target_modules": ".*q_b_proj|.*k_proj|.*wv"}), ["that matches .*k_proj, .*wv", "kv_b"]),
         (dense(pet_config={"target_modules": ".*key"}), ["matches none", "kv_a_proj_with_mqa"]),
         (dense(multi_latent_attention=False), ["q_lora_rank = 12", "requires multi_latent_attention: true"]),
