@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"mtp_depth": 1, "tie_word_embeddings": True}, **CLIPPED,
     },
     "sequences": {"degrees": {"context_parallel": 2}, "model": {"embedding_size": 12}, **CLIPPED},
+    "operators, partly whole": {"context": {"mode": 1}, "threshold": 1},
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from trainer.parallel.host_group import CpuGroup
 
 set_up_cpu_threads()  # before any tensor is made; see tests/parity/conftest.py
 
-CLIPPED, EXPERTS, MATRICES, STAGES, SEQUENCES = CASES
+CLIPPED, EXPERTS, MATRICES, STAGES, SEQUENCES, OPERATORS = CASES
 LONG = RESUMED_AT + 2
 JOBS: dict[int, dict[str, tuple[list[str], list[int]]]] = {
     # ranks -> case -> levels and the steps of each
@@ -25,6 +25,7 @@ JOBS: dict[int, dict[str, tuple[list[str], list[int]]]] = {
         CLIPPED: (["", "level1", "level2 level3", "level3 level1"], [STEPS + 1, STEPS + 1, LONG, LONG]),
         EXPERTS: (["level2", "level3"], [STEPS] * 2),
         SEQUENCES: (["level1", "level3"], [STEPS] * 2),
+        OPERATORS: (["level2"], [STEPS]),
     },
     4: {MATRICES: (["level1", "level3"], [STEPS] * 2)},
     8: {STAGES: (["level1", "level3"], [STEPS] * 2)},
@@ -43,7 +44,7 @@ def of_one_rank(case: str) -> Trained:
     return one
 
 
-@pytest.mark.parametrize("case", [CLIPPED, EXPERTS])
+@pytest.mark.parametrize("case", [CLIPPED, EXPERTS, OPERATORS])
 def test_losses_norms_and_weights_are_those_of_one_rank(case: str) -> None:
     one, levels = of_one_rank(case), JOBS[2][case][0]
     first, second = (rank[case] for rank in of_ranks(2))

@@ -326,13 +326,13 @@ def add_gradients(total: list[Tensor] | None, gradients: Sequence[Tensor]) -> li
     """Adds gradients to `total` in place, tensor by tensor, so that a third set of gradients never exists."""
     if total is None:
         return list(gradients)
-    from mindspore import ops
+    from mindspore import Tensor, ops
 
     on_host = _is_on_host()
     for place, gradient in enumerate(gradients):
         if on_host:
-            array = total[place].asnumpy()
-            np.add(array, gradient.asnumpy(), out=array)
+            array = total[place].asnumpy()  # a copy, where an operator has made the gradient as a view
+            total[place] = Tensor.from_numpy(np.add(array, gradient.asnumpy(), out=array))
         else:
             total[place] = ops.add(total[place], gradient)
     return total
