@@ -119,7 +119,7 @@ class _WarmUpSchedule(_Schedule):
     learning_rate: float = setting(5e-5, "Peak learning rate.", ge=0)
     warmup_lr_init: float = setting(0.0, "Learning rate of the first warm-up step.", ge=0)
     warmup_steps: int | None = setting(
-        None, "Optimizer steps of warm-up; excludes warmup_ratio. Default null: 0.",
+        None, "Optimizer steps of warm-up, unless warmup_ratio is set. Default null: 0.",
         ge=0, le=COUNT, aliases="warmup_step")
     warmup_ratio: Ratio | None = setting(None, "Warm-up as a fraction of the total steps.")
 
@@ -131,7 +131,7 @@ class ConstantWarmUpLR(_WarmUpSchedule):
 
 
 class LinearWithWarmUpLR(_WarmUpSchedule):
-    """Warm-up, then a straight line to zero at the last step."""
+    """Warm-up, then a straight line to zero, which the step after the last one would have."""
 
     type: Literal["LinearWithWarmUpLR"] = setting(REQUIRED, "Kind of schedule.")
 
@@ -142,8 +142,10 @@ class CosineWithWarmUpLR(_WarmUpSchedule):
     type: Literal["CosineWithWarmUpLR"] = setting("CosineWithWarmUpLR", "Kind of schedule.")
     lr_end: float = setting(0.0, "Learning rate at the end.", ge=0)
     num_cycles: float = setting(0.5, "Waves of the cosine; half a wave falls once.", gt=0)
-    decay_steps: int | None = setting(None, "Steps of the decay after warm-up. Default null: the rest.", ge=1, le=COUNT)
-    decay_ratio: Ratio | None = setting(None, "The decay as a fraction of the total steps.")
+    decay_steps: int | None = setting(
+        None, "Optimizer step, counted from the first of warm-up, at which the curve is cut, not compressed: from there"
+        " on the learning rate is lr_end. Default null: the end of the run.", ge=1, le=COUNT)
+    decay_ratio: Ratio | None = setting(None, "decay_steps as a fraction of the total steps; it wins if both are set.")
 
 
 class CosineWithRestartsAndWarmUpLR(_WarmUpSchedule):
@@ -152,7 +154,9 @@ class CosineWithRestartsAndWarmUpLR(_WarmUpSchedule):
     type: Literal["CosineWithRestartsAndWarmUpLR"] = setting(REQUIRED, "Kind of schedule.")
     lr_end: float = setting(0.0, "Learning rate at the end of a fall.", ge=0)
     num_cycles: float = setting(1.0, "Falls from peak to lr_end.", gt=0)
-    decay_steps: int | None = setting(None, "Steps of the decay after warm-up. Default null: the rest.", ge=1, le=COUNT)
+    decay_steps: int | None = setting(
+        None, "Optimizer step, counted from the first of warm-up, at which the curve is cut, not compressed: from there"
+        " on the learning rate is lr_end. Default null: the end of the run.", ge=1, le=COUNT)
 
 
 class PolynomialWithWarmUpLR(_WarmUpSchedule):
@@ -189,21 +193,23 @@ class WarmUpStableDecayLR(_WarmUpSchedule):
     type: Literal["WarmUpStableDecayLR"] = setting(REQUIRED, "Kind of schedule.")
     lr_end: float = setting(1e-7, "Learning rate at the end.", ge=0)
     decay_start_steps: int | None = setting(
-        None, "Optimizer step at which the decay starts; excludes decay_start_ratio.", ge=0, le=COUNT)
+        None, "Optimizer step at which the decay starts, unless decay_start_ratio is set.", ge=0, le=COUNT)
     decay_start_ratio: Ratio | None = setting(None, "The start of the decay as a fraction of the total steps.")
 
 
 class ConstantWithCoolDownLR(_WarmUpSchedule):
-    """Warm-up, ``keep_steps`` at the peak, a cosine fall to ``lr_end1``, ``final_steps`` in a line to ``lr_end2``."""
+    """Warm-up, ``keep_steps`` at the peak, a cosine fall to ``lr_end1``, ``final_steps`` there, then ``lr_end2``."""
 
     type: Literal["ConstantWithCoolDownLR"] = setting(REQUIRED, "Kind of schedule.")
     keep_steps: int = setting(0, "Optimizer steps at the peak after warm-up.", ge=0, le=COUNT)
-    decay_steps: int | None = setting(None, "Steps of the cosine fall. Default null: the rest.", ge=1, le=COUNT)
-    decay_ratio: Ratio | None = setting(None, "The fall as a fraction of the total steps.")
+    decay_steps: int | None = setting(
+        None, "Steps of the cosine fall. Default null: as many as the run has, so that it ends within the fall.",
+        ge=1, le=COUNT)
+    decay_ratio: Ratio | None = setting(None, "decay_steps as a fraction of the total steps; it wins if both are set.")
     num_cycles: float = setting(0.5, "Waves of the cosine.", gt=0)
     lr_end1: float = setting(0.0, "Learning rate at the end of the fall.", ge=0)
-    final_steps: int = setting(0, "Steps of the closing line.", ge=0, le=COUNT)
-    lr_end2: float | None = setting(None, "Learning rate at the very end. Default null: lr_end1.", ge=0)
+    final_steps: int = setting(0, "Optimizer steps at lr_end1 after the fall.", ge=0, le=COUNT)
+    lr_end2: float | None = setting(None, "Learning rate after final_steps. Default null: lr_end1.", ge=0)
 
 
 LrSchedule = Annotated[
