@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _COUNTS = ("quiet_steps", "overflows_in_a_row", "overflows")
 _SMALLEST = 1.0
-"""A dynamic scale does not fall below this value, as in MindSpore's DynamicLossScaleUpdateCell."""
+"""A dynamic scale does not fall below this value, as in MindSpore's DynamicLossScaleUpdateCell; if it begins below, it
+does not fall at all."""
 
 
 @dataclass
@@ -49,7 +50,7 @@ class LossScale:
             self.overflows_in_a_row += 1
             self.quiet_steps = 0
             if self.factor is not None:
-                self.value = max(self.value / self.factor, _SMALLEST)
+                self.value = max(self.value / self.factor, min(self.value, _SMALLEST))
             return
         self.overflows_in_a_row = 0
         self.quiet_steps += 1

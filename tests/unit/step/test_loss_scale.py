@@ -37,11 +37,12 @@ def test_a_quiet_step_resets_the_consecutive_overflows_but_not_the_total():
     assert (scale.overflows_in_a_row, scale.overflows) == (1, 3)
 
 
-def test_a_dynamic_scale_stays_at_least_one():
-    scale = dynamic(value=2.0)
+@pytest.mark.parametrize(("first", "last"), [(2.0, 1.0), (0.25, 0.25)])
+def test_a_dynamic_scale_falls_to_one_at_most(first, last):
+    scale = dynamic(value=first)
     for _ in range(5):
         scale.update(overflow=True)
-    assert scale.value == 1.0
+    assert scale.value == last
 
 
 def test_a_fixed_scale_never_moves():
