@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-from mindspore import Tensor
 
 from trainer.ops.updates.averages import HostAveraging
 from trainer.optim.groups import EMA, PMA, average_names
@@ -101,9 +100,7 @@ class WeightAverages:
 
     def _gather(self) -> None:
         """Completes the sharded weights, of which this rank has changed its ranges."""
-        weights = self._weights()
         for shard in dict.fromkeys(self.optimizer.shards.values()):
             names = [name for name, each in self.optimizer.shards.items() if each == shard]
             assert shard.all_gather is not None, "an optimizer whose state is sharded has this collective"
-            ranges = [Tensor(weights[name]) for name in names]
-            shard.all_gather([self.optimizer.parameters[name] for name in names], ranges)
+            shard.all_gather([self.optimizer.parameters[name] for name in names], None)

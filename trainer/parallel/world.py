@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from trainer.errors import UserError
 
+_DIGITS = 9  # of a number of ranks
+
 LOCAL_SIZE_VARIABLE = "RUN_TRAINER_LOCAL_SIZE"
 """Number of workers on this host, which msrun does not set for its workers."""
 
@@ -88,7 +90,8 @@ def _number(variables: Mapping[str, str], name: str, least: int, end: int | None
         bounds = f"at least {least}"
     else:
         bounds = f"from {least} to {end - 1}"
-    if not text.isdecimal() or not least <= int(text) or (end is not None and int(text) >= end):
+    is_number = text.isdecimal() and len(text) <= _DIGITS  # Python refuses to convert thousands of them
+    if not is_number or not least <= int(text) or (end is not None and int(text) >= end):
         fix = "start the job with `run_trainer.py launch`, which sets it"
         raise UserError(f"must be an integer, {bounds}", where="environment", key=name, value=text, fix=fix)
     return int(text)

@@ -38,6 +38,7 @@ def test_world_of_a_plan() -> None:
         ({"RANK_ID": "-1"}, ["RANK_ID = '-1': must be an integer"]),
         ({"MS_WORKER_NUM": "eight"}, ["MS_WORKER_NUM = 'eight'", "at least 1"]),
         ({"MS_WORKER_NUM": "0"}, ["MS_WORKER_NUM = '0'"]),
+        ({"MS_WORKER_NUM": "9" * 5000}, ["must be an integer, at least 1"]),
         ({"DEVICE_ID": ""}, ["DEVICE_ID = ''"]),
         ({LOCAL_SIZE_VARIABLE: "9"}, ["from 1 to 8"]),
         ({"RANK_ID": None}, ["RANK_ID: is not set, but MS_WORKER_NUM says that 8 workers run", "unset"]),
