@@ -82,9 +82,10 @@ def export_once(settings, kernels, layers, trained, *shape) -> list[Node]:
         prefix = ".".join(name.split(".")[:3]) + "." if name.startswith("model.layers.") else None
         if prefix is None or prefix in prefixes:
             learn.add((prefixes.get(prefix), name.removeprefix(prefix or "")))
-    kinds = tuple((settings.is_moe_layer(layer), layer >= settings.num_layers) for layer in layers)
-    apart = {"num_layers", *OF_LAYERS} if not layers else {"num_layers"}
-    if not any(has_experts or is_module for has_experts, is_module in kinds):
+    unrotated = settings.unrotated_layers
+    kinds = tuple((settings.is_moe_layer(each), each >= settings.num_layers, each in unrotated) for each in layers)
+    apart = {"num_layers", "nope_layers", *OF_LAYERS} if not layers else {"num_layers", "nope_layers"}
+    if not any(has_experts or is_module for has_experts, is_module, _ in kinds):
         apart |= {"moe_config", "mtp_depth"}
     key = settings.model_dump_json(exclude=apart), kinds, frozenset(learn), shape
     if key not in _exported:
@@ -112,6 +113,12 @@ ROPE, ATTENTION, SWIGLU = both("RotaryPositionEmbedding", 12), both("FlashAttent
 )
 def test_the_switches_of_a_dense_model(changes: dict, expected: dict) -> None:
     check_complete(audit_ascend(config_of(**changes)), expected)
+
+
+def test_layers_without_rotary_positions_rotate_nothing() -> None:
+    audit = audit_ascend(config_of(nope_layers=[1, 5]))
+    check_complete(audit, both("RotaryPositionEmbedding", 8) | ATTENTION | SWIGLU | both("RmsNorm", 13))
+    assert audit.layers == (("dense", 4), ("dense, without rotary positions", 2))
 
 
 LATENT = {"multi_latent_attention": True, "num_layers": 1, **LATENT_SIZES}

@@ -109,6 +109,8 @@ class _Kind(NamedTuple):
 
     has_experts: bool
     is_module: bool
+    is_rotated: bool
+    """Whether the layer has rotary positions."""
     needs_input_gradient: bool
     """Whether a weight before the layer is trained, so that a gradient flows to its input."""
     trained: tuple[str, ...]
@@ -122,6 +124,8 @@ class _Kind(NamedTuple):
             name = "experts"
         if self.is_module:
             name = f"multi-token prediction module, {name}"
+        if not self.is_rotated:
+            name = f"{name}, without rotary positions"
         if not self.trained:
             return f"{name}, frozen"
         if len(self.trained) < sum(not is_buffer(weight) for weight in self.weights):
@@ -183,7 +187,9 @@ def _kinds(spec: ModelSpec, trained: frozenset[str]) -> dict[_Kind, list[int]]:
         prefix = layer_prefix(layer)
         weights = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
         trained_weights = tuple(name for name in weights if prefix + name in trained)
-        kind = _Kind(spec.layers[layer].is_moe, layer in spec.module_layers, first < layer, trained_weights, weights)
+        is_rotated = spec.layers[layer].attention.rotary_size > 0
+        is_module = layer in spec.module_layers
+        kind = _Kind(spec.layers[layer].is_moe, is_module, is_rotated, first < layer, trained_weights, weights)
         kinds.setdefault(kind, []).append(layer)
     return kinds
 
@@ -309,7 +315,7 @@ def _in_layer(layer: LayerSpec, kernel: str) -> int:
     """Returns the calls of a kernel in a layer's forward pass; an MTP module includes the norm before its head."""
     has_shared = isinstance(layer.mlp, MoeSpec) and layer.mlp.shared_width > 0
     return {
-        "rotary_embedding": 2,
+        "rotary_embedding": 2 * (layer.attention.rotary_size > 0),
         "swiglu": 1 + has_shared,
         "attention": 1,
         _NORM: sum(parameter.role == "norm" for parameter in layer.parameters),
