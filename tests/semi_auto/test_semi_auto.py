@@ -35,12 +35,13 @@ from trainer.models.spec.shapes import all_shapes
 from trainer.ops import dropout, plain
 from trainer.ops.ascend import dropout as ascend_dropout
 from trainer.ops.dropout import DropoutKey
+from trainer.optim.freeze import trained_shapes
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.backend import SemiAutoBackend
 from trainer.semi_auto.cells import GradientCell, SemiAuto
 from trainer.semi_auto.evaluation import contribution_to_mean
-from trainer.semi_auto.network import LazyLossCell, LossCell, build_semi_auto
+from trainer.semi_auto.network import LazyLossCell, LossCell, build_semi_auto, differentiated_names
 from trainer.semi_auto.step import GraphStep, graph_mode
 from trainer.semi_auto.training import graph_batch, open_semi_auto_training
 from trainer.step.train_step import TrainStep
@@ -115,6 +116,23 @@ def test_stages_of_layers() -> None:
     found = built({"parallel_config": parallel, "parallel": interleaved}, pp_interleave_num=2)
     assert [layer.pipeline_stage for layer in found.loss.decoder.layers] == [0, 1, 0, 1]
     assert found.network._pipeline_interleave and found.network._pipeline_scheduler == "seqpipe"
+
+
+@pytest.mark.parametrize(
+    ("changes", "frozen", "added"),
+    [
+        ({}, ["*.layers.[01].*", "*embed*"], "model.layers.1.post_attention_layernorm.weight"),
+        ({"parallel_attn": True}, ["*.layers.[01].*", "*embed*"], "model.layers.1.input_layernorm.weight"),
+        # Stages without layers.
+        ({"offset": [-2, 2]}, ["*embed*"], "model.embed_tokens.weight"),
+        ({"offset": [2, -2]}, ["*lm_head*", "model.norm.*"], "model.norm.weight"),
+    ],
+)
+def test_each_stage_has_a_gradient(changes: dict[str, Any], frozen: list[str], added: str) -> None:
+    """Else MindSpore compiles no graph for it."""
+    parallel = {"pipeline_stage": 2, "micro_batch_num": 4, "data_parallel": 4}
+    config = config_of({"parallel_config": parallel, "freeze": {"include": frozen}}, **changes)
+    assert set(differentiated_names(config)) - set(trained_shapes(config)) == {added}
 
 
 def test_shared_optimizer_state() -> None:
