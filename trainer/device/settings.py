@@ -22,13 +22,24 @@ _SIZE = re.compile(r"(?:[1-9]\d*(?:\.\d+)?|0\.\d*[1-9]\d*)GB")
 _PRECISION = "device_context.ascend.op_precision"
 _ASCEND = "device_context.ascend"
 _ASCEND_CONFIG = {
-    "precision_mode": (f"{_PRECISION}.precision_mode", str),
-    "op_precision_mode": (f"{_PRECISION}.op_precision_mode", str),
-    "matmul_allow_hf32": (f"{_PRECISION}.matmul_allow_hf32", bool),
-    "conv_allow_hf32": (f"{_PRECISION}.conv_allow_hf32", bool),
-    "jit_compile": (f"{_ASCEND}.op_tuning.op_compile", bool),
-    "op_debug_option": (f"{_ASCEND}.op_debug.debug_option", str),
+    "precision_mode": f"{_PRECISION}.precision_mode",
+    "op_precision_mode": f"{_PRECISION}.op_precision_mode",
+    "matmul_allow_hf32": f"{_PRECISION}.matmul_allow_hf32",
+    "conv_allow_hf32": f"{_PRECISION}.conv_allow_hf32",
+    "jit_compile": f"{_ASCEND}.op_tuning.op_compile",
+    "op_debug_option": f"{_ASCEND}.op_debug.debug_option",
 }
+_TEXTS: dict[str, tuple[str, ...]] = {
+    "precision_mode": (
+        "must_keep_origin_dtype", "force_fp16", "force_fp32", "allow_fp32_to_fp16", "allow_fp32_to_bf16",
+        "allow_mix_precision", "allow_mix_precision_fp16", "allow_mix_precision_bf16",
+    ),
+    "op_precision_mode": (),
+    "op_debug_option": ("oom",),
+}  # fmt: skip
+"""The keys of `ascend_config` whose value is a text, and the values that MindSpore takes; none: any, a path."""
+_CORES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_DEVICE = re.compile(r"device\d+")
 SPEED_UP_KEY = "parallel_speed_up_json_path"
 """How communication overlaps with computation: semi-automatic mode hands it to MindSpore."""
 _JIT = {"jit_level": ("O0", "O1"), "exec_order": ("bfs", "dfs")}
@@ -84,19 +95,7 @@ def device_calls(config: Config, device: str) -> tuple[DeviceCall, ...]:
     calls += [DeviceCall(name, (("", value),)) for name, value in single.items() if value is not None]
     if context.pynative_synchronize:
         calls.append(DeviceCall("runtime.launch_blocking"))
-    cores = context.affinity_cpu_list
-    if cores is not None and cores != "":
-        key = "affinity_cpu_list"
-        if isinstance(cores, dict):
-            key = "module_to_cpu_dict"
-        listed = cores
-        if isinstance(cores, str):
-            listed = [cores]
-        arguments: tuple[tuple[str, Any], ...] = (("", True), (key, listed))
-        if isinstance(cores, bool):
-            arguments = (("", cores),)
-        calls.append(DeviceCall("runtime.set_cpu_affinity", arguments))
-    return (*calls, *_ascend(config))
+    return (*calls, *_affinity(config), *_ascend(config))
 
 
 def jit_options(config: Config, device: str) -> dict[str, str]:
@@ -160,23 +159,65 @@ def _memory(config: Config) -> list[DeviceCall]:
     return []
 
 
+def _affinity(config: Config) -> list[DeviceCall]:
+    """Returns the call that binds threads to cores: chosen by MindSpore, of all threads, or of those of a module."""
+    cores = config.context.affinity_cpu_list
+    if cores is None or cores == "":
+        return []
+    name = "runtime.set_cpu_affinity"
+    if isinstance(cores, bool):
+        return [DeviceCall(name, (("", cores),))]
+    if isinstance(cores, str):
+        cores = [cores]
+    key = "affinity_cpu_list"
+    fits = True
+    if isinstance(cores, list):
+        fits = _are_cores(cores)
+    elif cores and all(map(_DEVICE.fullmatch, cores)):
+        fits = all(map(_are_cores, cores.values()))
+    else:
+        key = "module_to_cpu_dict"
+        fits = all(map(_are_numbers, cores.values()))
+    if not fits:
+        rule = "must be true or false, a list of ranges, such lists for devices, or lists of numbers for modules"
+        fix = "write for example ['0-3', '8-11'], {device0: ['0-3']} or {main: [0, 1]}"
+        raise _error(config, "affinity_cpu_list", config.context.affinity_cpu_list, rule, fix)
+    return [DeviceCall(name, (("", True), (key, cores)))]
+
+
+def _are_cores(value: Any) -> bool:
+    """Returns whether a value is a list of ranges of cores, as MindSpore reads them."""
+    return isinstance(value, list) and all(isinstance(each, str) and _CORES.fullmatch(each) for each in value)
+
+
+def _are_numbers(value: Any) -> bool:
+    """Returns whether a value is a list of numbers of cores."""
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+
+
 def _ascend(config: Config) -> list[DeviceCall]:
     calls = []
-    for name, value in (config.context.ascend_config or {}).items():
+    for name, written in (config.context.ascend_config or {}).items():
         key = f"ascend_config.{name}"
         if name == SPEED_UP_KEY:
             continue
         if name not in _ASCEND_CONFIG:
             known = ", ".join(_ASCEND_CONFIG)
             rule = f"MindSpore 2.10 does not support it; supported keys are {known}"
-            raise _error(config, key, value, rule, "remove it")
-        call, kind = _ASCEND_CONFIG[name]
-        if kind is bool and value in (0, 1, "0", "1"):
+            raise _error(config, key, written, rule, "remove it")
+        value = written
+        rule = ""
+        if name not in _TEXTS:
+            if value not in (0, 1, "0", "1"):
+                rule = "must be true or false"
             value = value in (1, "1")
-        if not isinstance(value, kind):
-            words = {bool: "true or false", str: "a string"}[kind]
-            raise _error(config, key, value, f"must be {words}", "correct the value")
-        calls.append(DeviceCall(call, (("", value),)))
+        elif not isinstance(value, str):
+            rule = "must be a string"
+        elif _TEXTS[name] and value not in _TEXTS[name]:
+            rule = f"must be one of {', '.join(_TEXTS[name])}"
+        if rule:
+            raise _error(config, key, written, rule, "correct the value")
+        calls.append(DeviceCall(_ASCEND_CONFIG[name], (("", value),)))
     return calls
 
 

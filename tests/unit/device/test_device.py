@@ -13,7 +13,7 @@ from config_helpers import BASE, failure, load
 from fork_server import FORKED, ensure_server
 
 from trainer.config import Config
-from trainer.device import doctor
+from trainer.device import doctor, settings
 from trainer.device import resolve as device_room
 from trainer.device.resolve import device_notes, resolve_device
 from trainer.device.settings import DeviceCall, device_calls, jit_options
@@ -119,6 +119,9 @@ SETTINGS = {
     "affinity_cpu_list: [0-3, 8-11]": [("runtime.set_cpu_affinity", (True,), {"affinity_cpu_list": ["0-3", "8-11"]})],
     "affinity_cpu_list: 0-3": [("runtime.set_cpu_affinity", (True,), {"affinity_cpu_list": ["0-3"]})],
     "affinity_cpu_list: {main: [0]}": [("runtime.set_cpu_affinity", (True,), {"module_to_cpu_dict": {"main": [0]}})],
+    "affinity_cpu_list: {device0: ['0-3']}": [
+        ("runtime.set_cpu_affinity", (True,), {"affinity_cpu_list": {"device0": ["0-3"]}})
+    ],
     "ascend_config: {precision_mode: must_keep_origin_dtype}": [
         ("device_context.ascend.op_precision.precision_mode", ("must_keep_origin_dtype",), {})
     ],
@@ -210,6 +213,12 @@ def test_on_a_cpu_none_of_them_acts_and_that_is_told(text: str) -> None:
         ("ascend_config: {atomic_clean_policy: a}", ["supported keys are precision_mode,", "remove"]),
         ("ascend_config: {jit_compile: maybe}", ["context.ascend_config.jit_compile = 'maybe'", "true or false"]),
         ("ascend_config: {precision_mode: 1}", ["context.ascend_config.precision_mode = 1", "must be a string"]),
+        ("ascend_config: {precision_mode: fp16}", ["context.ascend_config.precision_mode = 'fp16'", "force_fp16,"]),
+        ("ascend_config: {op_debug_option: all}", ["context.ascend_config.op_debug_option = 'all'", "one of oom"]),
+        ("affinity_cpu_list: [0, 1]", ["context.affinity_cpu_list = [0, 1]", "['0-3', '8-11']"]),
+        ("affinity_cpu_list: 0-", ["context.affinity_cpu_list = '0-'", "a list of ranges"]),
+        ("affinity_cpu_list: {device0: 0-3}", ["context.affinity_cpu_list = {'device0': '0-3'}", "for devices"]),
+        ("affinity_cpu_list: {main: 0-3}", ["context.affinity_cpu_list = {'main': '0-3'}", "numbers for modules"]),
     ],
 )
 def test_values_that_mindspore_would_refuse(text: str, words: list[str]) -> None:
@@ -250,6 +259,15 @@ def test_every_call_exists_takes_its_arguments_and_is_current(tmp_path: Path) ->
     command = [sys.executable, FORKED, tmp_path / "look.py", repr(calls)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_values_are_those_that_mindspore_checks() -> None:
+    source = installed("device_context/ascend/op_precision.py")
+    start = source.index("supported_modes = [")
+    modes = eval(source[source.index("[", start) : source.index("]", start) + 1])  # noqa: S307
+    assert sorted(settings._TEXTS["precision_mode"]) == sorted(modes)
+    assert 'valid_order = {"oom"}' in installed("device_context/ascend/op_debug.py")
+    assert "affinity_cpu_list.get(device_key" in installed("runtime/thread_bind_core.py")
 
 
 def test_set_context_itself_names_these_calls() -> None:
