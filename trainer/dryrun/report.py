@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config, dump_config
 from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, runs_semi_auto
-from trainer.config.checks.problem import ConfigError, raise_problems
+from trainer.config.checks.problem import ConfigError, problem, raise_problems
 from trainer.config.checks.rules import run_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.doctor import available_memory_bytes
@@ -95,13 +95,16 @@ def dry_run(
         tell: Takes a line about the progress.
 
     Raises:
-        UserError: The file could not start on an Ascend, the sizes of its model are unknown, or this machine lacks
-            memory or a compiler.
+        UserError: The file could not start on an Ascend or does not train, the sizes of its model are unknown, or this
+            machine lacks memory or a compiler.
         RunError: The stubs of CANN's libraries cannot be built.
     """
+    if not config.trains:
+        fix = "add --run_mode train, or leave --dryrun out"
+        raise problem(config, "run_mode", "a dry run does steps of a training", fix).error
     plan = plan_file(config, world._replace(rank=0, local_rank=0), problems, opens_data=False)
     model_key = config.source.name(_MODEL)
-    raise_problems([problem for problem in run_problems(config, world) if problem.error.key == model_key])
+    raise_problems([each for each in run_problems(config, world) if each.error.key == model_key])
     _check_memory(config, world, available_memory_bytes())
     tell("loading MindSpore's Ascend backend")
     case = Case(_text_without_files(config), steps=steps)

@@ -176,6 +176,7 @@ def test_the_libraries_are_built_once(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--dryrun", "cpu"], "write --dryrun ascend"),
         (["--dryrun", "ascend", "--ranks", "8", "--rank", "8"], "a job of 8 ranks has the ranks 0 to 7"),
         (["--dryrun", "ascend", "--model.model_config.num_heads", "0"], "num_heads"),
+        (["--dryrun", "ascend", "--run_mode", "eval"], "run_mode = 'eval': a dry run does steps of a training"),
     ],
 )
 def test_bad_input_ends_before_anything_runs(
