@@ -75,11 +75,9 @@ def test_routing_is_counted_over_all_ranks(
     ranks: list[dict[str, np.ndarray]], right: dict[str, np.ndarray]
 ) -> None:
     requested = right["experts requested"]
-    assert requested.shape[0] == STEPS
+    assert requested.shape[0] == STEPS and (requested > 0).any()
     for found in ranks:
-        # Micro-batches without a valid token are left out whole: of a rank's part they may be, of all rows not.
-        assert (found["experts requested"].sum((1, 2)) <= requested.sum((1, 2))).all()
-        assert (found["experts requested"] == ranks[0]["experts requested"]).all()
+        np.testing.assert_array_equal(found["experts requested"], requested)
 
 
 def test_every_rank_ends_with_the_same_bits(ranks: list[dict[str, np.ndarray]]) -> None:

@@ -39,14 +39,16 @@ def dtypes(text: str, device: str = "CPU") -> list[str]:
         ("amp_level: O3\n", ["16", "16", "16", "16"]),
     ],
 )
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_levels(level: str, expected: list[str], half: str) -> None:
-    if half == "float16":
-        assert dtypes(level) == dtypes(level, "Ascend") == expected
-    elif "16" in expected:
-        text = level + "model_config: {compute_dtype: bfloat16}\n"
-        assert dtypes(text, "Ascend") == [dtype.replace("16", "b16") for dtype in expected]
-        assert dtypes(text, "CPU") == ["32"] * 4
+def test_levels(level: str, expected: list[str]) -> None:
+    assert dtypes(level) == dtypes(level, "Ascend") == expected
+
+
+@pytest.mark.parametrize("level", ["O1", "auto", "O2", "O3"])
+def test_a_level_of_half_precision_is_one_of_bfloat16_where_products_are(level: str) -> None:
+    narrow = dtypes(f"amp_level: {level}\n")
+    text = f"amp_level: {level}\nmodel_config: {{compute_dtype: bfloat16}}\n"
+    assert dtypes(text, "Ascend") == [dtype.replace("16", "b16") for dtype in narrow] != narrow
+    assert dtypes(text, "CPU") == ["32"] * 4
 
 
 @pytest.mark.parametrize("key", KEYS)

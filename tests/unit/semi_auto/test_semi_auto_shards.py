@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import numpy as np
 import pytest
+from thread_ranks import ThreadRank, on_ranks
 
 from trainer.errors import RunError
 from trainer.parallel.communicator import check_same_values
@@ -17,29 +13,6 @@ from trainer.semi_auto import shards
 from trainer.semi_auto.shards import first_rank_per_shard, gather_arrays, parameter_shard
 
 RANKS = 8
-
-
-class Job:
-    """Ranks as threads, which can gather bytes."""
-
-    def __init__(self) -> None:
-        self.meeting, self.sent = threading.Barrier(RANKS), [b""] * RANKS
-
-    def run(self, work: Callable[[Any], Any]) -> list[Any]:
-        with ThreadPoolExecutor(RANKS) as ranks:
-            return list(ranks.map(work, [Member(self, rank) for rank in range(RANKS)]))
-
-
-class Member:
-    def __init__(self, job: Job, rank: int) -> None:
-        self.job, self.rank = job, rank
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        self.job.sent[self.rank] = data
-        self.job.meeting.wait(20)
-        every = list(self.job.sent)
-        self.job.meeting.wait(20)
-        return every
 
 
 def layout(grid: list[int], axes: list, whole: list[int], group: str = "") -> tuple:
@@ -87,28 +60,21 @@ def test_whole_arrays_from_the_shards_of_all_ranks(monkeypatch: pytest.MonkeyPat
     holders = {name: first_rank_per_shard([each.get(name) for each in of_rank]) for name in shapes}
     assert list(holders["b"]) == [0, 1] and len(holders["a"]) == RANKS and holders["frozen"] == {}
 
-    def gathered(member: Member) -> dict[str, np.ndarray]:
-        parts = {name: own.of(wholes[name]) for name, own in of_rank[member.rank].items()}
-        return gather_arrays({name: shapes[name] for name in wholes}, holders, parts, member)
+    def gathered(communicator: ThreadRank) -> dict[str, np.ndarray]:
+        parts = {name: own.of(wholes[name]) for name, own in of_rank[communicator.rank].items()}
+        return gather_arrays({name: shapes[name] for name in wholes}, holders, parts, communicator)
 
-    found, *others = Job().run(gathered)
+    found, *others = on_ranks(RANKS, gathered)
     assert others == [{}] * (RANKS - 1) and set(found) == set(wholes)
     for name, whole in wholes.items():
         np.testing.assert_array_equal(found[name], whole)
 
 
 def test_ranks_with_different_values_are_named() -> None:
-    def checked(values: list[dict[str, int]]) -> list[str]:
-        def check(member: Member) -> str:
-            try:
-                check_same_values(values[member.rank], "weights", member)
-            except RunError as error:
-                return str(error)
-            return ""
-
-        return Job().run(check)
+    def checked(values: list[dict[str, int]]) -> list[RunError | None]:
+        return on_ranks(RANKS, lambda rank: check_same_values(values[rank.rank], "weights", rank))
 
     alike = [{"a": 1} if rank < 4 else {"b": 2} for rank in range(RANKS)]
-    assert checked(alike) == [""] * RANKS
-    messages = checked([*alike[:5], {"b": 3}, *alike[6:]])
-    assert all("the weights of rank 5 differ" in message for message in messages)
+    assert checked(alike) == [None] * RANKS
+    for error in checked([*alike[:5], {"b": 3}, *alike[6:]]):
+        assert isinstance(error, RunError) and "the weights of rank 5 differ" in str(error)

@@ -52,7 +52,7 @@ def test_a_fixed_scale_never_moves():
     assert scale.value == 1024.0 and scale.overflows == 1
 
 
-def test_without_loss_scaling_an_overflow_is_an_error():
+def test_a_scale_is_active_if_it_scales_or_moves():  # without one an overflow is an error of the run
     assert not LossScale().active
     assert LossScale(1024.0).active and dynamic(1.0).active
 
