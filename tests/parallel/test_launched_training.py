@@ -91,7 +91,7 @@ def checkpoints(output: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def pid(job: Launcher, rank: int) -> int:
+def pid(job: Launcher, rank: int) -> int | None:
     state = json.loads((job.logs / "job" / "state.json").read_text())
     return state["workers"][rank]["pid"]
 
@@ -233,6 +233,34 @@ def test_a_rank_that_stands_still_is_a_hang(tmp_path: Path) -> None:
     assert job.end() == EXIT_HANG
     assert time.monotonic() - began < LIMIT_SECONDS + 4
     assert "most recent call first" in job.log(0)
+
+
+def test_a_rank_that_is_lost_for_good_leaves_a_job_of_fewer_with_the_same_batch(tmp_path: Path) -> None:
+    """Kills rank 1 after a checkpoint, and again before its first step: the other one goes on from the checkpoint."""
+    saved = {"type": "CheckpointMonitor", "save_checkpoint_steps": SAVED_EVERY}
+    changes = {"runner_config": {"batch_size": 2, "epochs": 5000}, "callbacks": [saved],
+               "train_dataset.data_loader.num_samples": 80, "train_dataset.held_out": 0}  # fmt: skip
+    data, output = write_corpus(tmp_path / "data"), tmp_path / "job" / "output"
+    job = launch(tmp_path / "job", 2, write_config(tmp_path / "job", data, changes), "--max_restarts", 2, "--elastic")
+    marker = output / "checkpoints" / f"step-{SAVED_EVERY:08d}" / "COMPLETE"
+    job.wait_until(lambda: job.process.poll() is not None or marker.exists(), JOB_SECONDS)
+    killed: list[int | None] = [None]
+    for _ in range(2):
+        job.wait_until(lambda: job.process.poll() is not None or pid(job, 1) not in killed, JOB_SECONDS)
+        killed.append(pid(job, 1))
+        os.kill(killed[-1], signal.SIGKILL)
+    job.wait_until(lambda: job.process.poll() is not None or len(restarts(output)) > 0, JOB_SECONDS)
+    assert "rank 1 failed twice; the job continues with --worker_num 1" in job.errors
+    (again,) = restarts(output)
+    why = "rank 1 failed: ended by SIGKILL"
+    assert again["restart"] == {"number": 2, "most": 2, "reason": why, "ranks": 1}
+    assert again["step"] > 1 and again["step"] % SAVED_EVERY == 0
+    going_on(job, output, again["step"] + 3).process.terminate()
+    assert job.end(JOB_SECONDS) == 128 + signal.SIGTERM
+    done = step_records(output)[-1]["step"]
+    alone = train(write_config(tmp_path / "alone", data, changes), runner_config__batch_size=4,
+                  runner_config__stop_step=done)  # fmt: skip
+    assert_same_training(output, alone, set())
 
 
 def test_a_growing_batch_is_that_of_one_process(tmp_path: Path) -> None:

@@ -92,7 +92,8 @@ def _config(options: LaunchOptions) -> Config:
 def _shrink(
     options: LaunchOptions, resume: Callable[[LaunchOptions], LaunchOptions], plan_of: PlanOf
 ) -> LaunchOptions | None:
-    """Returns the job on the largest smaller number of ranks with the same global batch; None if there is none."""
+    """Returns the job on the largest smaller number of ranks with the same global batch; None if there is none. Prints
+    why others that have it do not fit: an epoch of their steps may not be one of the steps before."""
     config = _config(options)
     micro_batches = config.runner_config.gradient_accumulation_steps * options.worker_num
     for ranks in range(options.worker_num - 1, 0, -1):
@@ -104,7 +105,9 @@ def _shrink(
         if config.parallel_config.data_parallel is not None:
             words += ["--parallel_config.data_parallel", str(ranks)]
         smaller = replace(_add_arguments(options, *words), worker_num=ranks, local_worker_num=ranks)
-        with contextlib.suppress(UserError):
+        try:
             plan_of(_config(resume(smaller)), world_of(ranks))
             return smaller
+        except UserError as error:
+            print(f"note: the job cannot continue with --worker_num {ranks}: {error.rule}", file=sys.stderr)
     return None

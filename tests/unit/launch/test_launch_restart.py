@@ -252,7 +252,7 @@ def test_fewer_ranks_take_the_same_sequences(tmp_path: Path, words: list[str], r
     assert smaller == replace(options_of(tmp_path, *words, *changed), worker_num=ranks, local_worker_num=ranks)
 
 
-def test_a_smaller_job_must_have_a_plan(tmp_path: Path) -> None:
+def test_a_smaller_job_must_have_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def plan_of(config: Config, world: World) -> None:
         assert config.resume_training == "step-00000007"
         if world.size > 1:
@@ -261,6 +261,8 @@ def test_a_smaller_job_must_have_a_plan(tmp_path: Path) -> None:
     words = ["--gradient_accumulation_steps", "3"]
     smaller = job(tmp_path, *words, plan_of=plan_of).shrink(options_of(tmp_path, *words), "step-00000007")
     assert smaller.worker_num == 1 and "--resume_training" not in smaller.arguments
+    told = [f"note: the job cannot continue with --worker_num {ranks}: does not fit" for ranks in (3, 2)]
+    assert capsys.readouterr().err.splitlines() == told
 
 
 # ---- metrics.jsonl ---------------------------------------------------------------------------------------------------
