@@ -24,6 +24,7 @@ MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
 """Environment variable with a Python file to start in the place of MindSpore's msrun, with the same arguments."""
 
 ENCODING_VARIABLE = "PYTHONIOENCODING"
+"""Environment variable that msrun gets from the launcher; workers get it as the user has set it."""
 
 # Isolated from the working directory and from PYTHON* variables: an agent needs the standard library and this package.
 _IN_REPOSITORY = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})"
@@ -31,8 +32,8 @@ _RUN_AGENT = f"{_IN_REPOSITORY}; from trainer.launch.agent import run_agent; sys
 _AGENT = [sys.executable, "-I", "-c", _RUN_AGENT]
 _TRAINER = f"{_IN_REPOSITORY}; from trainer.cli.main import program; program()"
 
-# MindSpore's scheduler only exchanges addresses. Its C++ part alone starts in a fifth of the time and takes two thirds
-# of the memory. So it listens before the first worker asks, which would otherwise ask again only some seconds later.
+# The scheduler only exchanges the addresses of workers. MindSpore's C++ part alone loads in a fifth of the time. So it
+# listens before the first worker asks: a worker that finds no scheduler asks again only some seconds later.
 SCHEDULER = """
 import importlib.util, os, sys, types
 try:
@@ -135,10 +136,12 @@ def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path) -> subpr
 def listen_error(host: str, port: int) -> int:
     """Returns the error number that a server would get at this port of this machine now, or 0 without error.
 
-    Port 0 stands for any port.
+    Args:
+        host: A name or an address, also in brackets ([::1]); empty: all addresses of this machine.
+        port: 0: any port.
     """
     try:
-        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = addresses[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do no harm

@@ -1,6 +1,7 @@
 """The output that the user sees: that of one worker, what the launcher waits for, and the launcher's own lines.
 
-Logs get the same output as plain text: of a line that is drawn again and again only the last drawing.
+On a terminal the worker gets a pseudo-terminal, as if it ran there alone: its output goes through a named pipe to the
+launcher, and as plain text to its log. Otherwise the launcher follows the log.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import re
 import struct
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 # Control sequences (colours, cursor), operating system commands (titles), and two-character escapes.
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_ERASED = re.compile(rb".*(?:\r|\x1b\[[012]?K)", re.DOTALL)
+# What is drawn over, or erased: up to the last return to the beginning of the line, or erasure of what is before.
+_ERASED = re.compile(rb".*(?:\r|\x1b\[[12]K)", re.DOTALL)
+_READS = 64
+"""Reads at once of 4 KiB or more from a terminal: more than the system holds back of the output of a worker that ended.
+The agent has other work, too, when a worker prints without end."""
 
 
 class PlainText:
@@ -74,9 +79,12 @@ class WorkerTerminal:
             fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def pump(self) -> bool:
-        """Passes on the output that has arrived; returns whether more may come."""
+        """Passes on output that has arrived, up to a limit; returns whether more may come."""
         try:
-            while data := os.read(self.master, 1 << 16):
+            for _ in range(_READS):
+                data = os.read(self.master, 1 << 16)
+                if not data:
+                    return False
                 with contextlib.suppress(OSError):  # a full disk stops no worker
                     self._log.write(self._plain.feed(data))
                 if self._pipe is not None:
@@ -85,8 +93,8 @@ class WorkerTerminal:
         except BlockingIOError:
             return True
         except OSError:  # nobody has the worker's side open any more
-            pass
-        return False
+            return False
+        return True
 
     def close(self) -> None:
         """Passes on the remaining output after the worker has ended."""
@@ -131,7 +139,17 @@ class LogTail:
 
     def new_text(self) -> bytes:
         """Returns the cleaned output since the last call; an unfinished line may come in parts."""
-        *lines, last = (self._unprinted + self._read()).split(b"\n")
+        return self._clean(self._read())
+
+    def rest(self) -> Iterator[bytes]:
+        """Yields the remaining cleaned output of a worker that has ended, with a last line that is unfinished."""
+        while data := self._read():
+            yield self._clean(data)
+        if not _CHATTER.match(self._unprinted):
+            yield self._unprinted
+
+    def _clean(self, data: bytes) -> bytes:
+        *lines, last = (self._unprinted + data).split(b"\n")
         shown = b""
         for line in lines:
             if self._within_line or not _CHATTER.match(line):
@@ -254,8 +272,10 @@ class Screen:
             self._write(f"{clear}{line}\n")
 
     def close(self) -> None:
-        """Clears the line about waiting and shows the cursor again."""
+        """Copies the rest of the worker's output, after its end, and shows the cursor again."""
         self._show_waiting("")
+        for text in self._follower.rest():
+            self._follower.copy(text)
         if self._drawn:  # a worker that was killed while drawing leaves the cursor hidden
             self._follower.copy(b"\x1b[?25h")
 

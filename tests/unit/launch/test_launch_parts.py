@@ -33,7 +33,7 @@ from trainer.launch.job import (
 from trainer.launch.msrun import listen_error, pick_free_port
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, worker_cores
-from trainer.launch.terminal import LogTail, PlainText, last_lines, tail_file
+from trainer.launch.terminal import LogTail, PlainText, Screen, WorkerTerminal, last_lines, tail_file
 from trainer.launch.wire import Channel, Lines, ListeningSocket
 
 CHATTER = (
@@ -51,6 +51,7 @@ def test_a_port_in_use_is_not_free() -> None:
         port = other.getsockname()[1]
         assert listen_error("127.0.0.1", port) == listen_error("", port) == errno.EADDRINUSE
     assert listen_error("127.0.0.1", port) == 0
+    assert listen_error("[::1]", port) == listen_error("::1", port)
     assert listen_error("192.0.2.1", pick_free_port()) == errno.EADDRNOTAVAIL  # an address for documentation
 
 
@@ -220,16 +221,37 @@ def test_following_ends_quietly_when_nobody_reads(tmp_path: Path) -> None:
     follower.copy(b"y")
 
 
+def test_all_output_is_shown_at_the_end_of_a_worker(tmp_path: Path, capsysbinary) -> None:
+    log, terminal = tmp_path / "rank-0.log", io.BytesIO()
+    text = 30_000 * (99 * b"x" + b"\n") + b"[last] without an end"
+    log.write_bytes(text)
+    screen = Screen(LogTail(tail_file(log), terminal))
+    screen.update(1, 1, 0.0, quiet=True)
+    screen.close()
+    assert terminal.getvalue() == text and capsysbinary.readouterr() == (b"", b"")
+
+
+def test_a_worker_that_prints_without_end_leaves_its_agent_time(tmp_path: Path, monkeypatch) -> None:
+    log = (tmp_path / "rank-0.log").open("ab", buffering=0)
+    terminal = WorkerTerminal(log, str(tmp_path / "absent"), (80, 24))
+    reads = iter(10_000 * [b"more\n"])
+    monkeypatch.setattr(os, "read", lambda descriptor, size: next(reads))
+    assert terminal.pump()
+    monkeypatch.undo()
+    os.close(terminal.slave)
+    terminal.close()
+
+
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
 def test_what_a_terminal_shows_in_the_end(piece: int) -> None:
     drawn = (
-        b"\x1b]0;title\x07\x1b[1mbold\x1b[0m text\r\n"
+        b"\x1b]0;title\x07\x1b[1mbold\x1b[0m text\r\n\x1b[01m\x1b[Ka.c:\x1b[m\x1b[K error\x1b[0K\r\nold\x1b[1Knew\n"
         b"\x1b[?25l\r\x1b[2Kstep 1\r\x1b[2Kstep 2\r\x1b[2Knote: \xc3\xbc\r\n\r\x1b[2Kstep 3\r\x1b[2Kstep 4\x1b[?25h"
     )
     plain, text = PlainText(), b""
     for begin in range(0, len(drawn), piece):
         text += plain.feed(drawn[begin : begin + piece])
-    assert text + plain.flush() == "bold text\nnote: ü\nstep 4\n".encode()
+    assert text + plain.flush() == "bold text\na.c: error\nnew\nnote: ü\nstep 4\n".encode()
     assert plain.flush() == b""
 
 
