@@ -1,7 +1,8 @@
 """The profile of a CPU step with native layers: seconds, bytes and operations of each part.
 
 MindSpore's profiler records operators, and native layers run almost none. So the functions of a step are wrapped and
-timed while `Patches` are applied.
+timed while `Patches` are applied. This module says which functions, and the row of the table that each counts for;
+`regions.py` measures.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.profiling.regions import BACKWARD, FORWARD, Patches, RegionCost, RegionKey, RegionTimer
 
 if TYPE_CHECKING:
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
 
 NOT_EXPLAINED = "not explained"
 _DISPATCH = "dispatch: Python, MindSpore's autograd"
-_HALF = ", bfloat16"
+_DTYPES = {np.dtype(BFLOAT16): ", bfloat16", np.dtype(np.float16): ", float16"}
+"""Ends of the names of products in these dtypes; those in float32 have none."""
 
-# Rows of matrix products, by the first pattern that the name of the matrix matches.
+# Rows of the table for products of matrices: the first pattern that the name of the matrix matches.
 _PRODUCTS = (
     (r"\.o_proj", "output projection"),
     (r"self_attn\.", "q, k, v products"),
@@ -51,7 +54,7 @@ def _products_of(part: str, array: np.ndarray) -> str:
 def _product_name(regions: RegionTimer, arguments: tuple) -> str:
     """Names a product of two arrays by the part that computes it."""
     part = regions.part
-    if part in _PRODUCT_ROWS or part.removesuffix(_HALF).endswith(": products"):
+    if part.endswith(_NAMED_BY_MATRIX):  # within a method of a `CpuLinear`
         return part
     if part == _WEIGHT_GRADIENTS:
         return part + _suffix(arguments[1])
@@ -61,15 +64,16 @@ def _product_name(regions: RegionTimer, arguments: tuple) -> str:
 
 
 def _suffix(array: np.ndarray) -> str:
-    if array.dtype.itemsize == 2:
-        return _HALF
-    return ""
+    return _DTYPES.get(array.dtype, "")
 
 
-_PRODUCT_ROWS = frozenset(name + suffix for _, name in _PRODUCTS for suffix in ("", _HALF))
+_NAMED_BY_MATRIX = tuple(
+    name + dtype for name in (*(name for _, name in _PRODUCTS), ": products") for dtype in ("", *_DTYPES.values())
+)
 
 
 def _product_cost(arguments: tuple) -> tuple[float, float]:
+    """Counts bytes and operations of `matmul`, which also reads the result if it accumulates."""
     _, a, b, out, *accumulate = arguments
     moved = a.nbytes + b.nbytes + out.nbytes * (1 + any(accumulate))
     return moved, 2.0 * out.size * a.shape[-1]
@@ -119,7 +123,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
         (embedding.CpuEmbedding, "forward", "backward", "embedding"),
         (embedding.CpuMapping, "forward", "backward", "embedding: mapping"),
         (embedding.CpuMerge, "forward", "backward", "inputs of modules"),
-        (head.FusedLinearCrossEntropy, "forward", "_gradients", "head: cross entropy"),
+        (head.FusedLinearCrossEntropy, "forward", "_gradients", "head: cross entropy"),  # `forward` calls `_gradients`
     ):
         measure(owner, forward, name, direction=FORWARD)
         measure(owner, backward, name, direction=BACKWARD)
