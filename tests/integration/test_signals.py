@@ -32,6 +32,7 @@ from run_helpers import (
 
 from trainer.checkpoint.store import newest_complete
 from trainer.errors import EXIT_SIGINT, EXIT_SIGTERM
+from trainer.report.starts import read_starts
 
 pytestmark = pytest.mark.slow
 
@@ -137,6 +138,7 @@ def test_a_second_signal_acts_at_once(home: Path) -> None:
     assert time.monotonic() - began < 15  # the step would take minutes
     assert returned == EXIT_SIGINT and errors.strip() == "stopped by SIGINT"
     assert newest_complete(output / "checkpoints") is None and step_records(output) == []
+    assert read_starts(output)[0][-1].outcome == "stopped by SIGINT"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,17 @@ from run_helpers import (
     start,
     step_records,
     train,
+    wait_until,
 )
 from tolerances import ACCURACY, DRY_RUN_SMALL_MEMORY, rounding_limit
 
 from trainer.config import Override, load_config
 from trainer.config.device_defaults import apply_device_defaults
+from trainer.errors import EXIT_SIGTERM
 from trainer.launch.msrun import MSRUN_VARIABLE
 from trainer.plan.memory import memory_estimate
+from trainer.report.record import read_run
+from trainer.report.starts import RUN_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -161,3 +166,18 @@ def test_the_plan_of_an_ascend() -> None:
     config = load_config(CONFIG, [Override("context.device_target", "Ascend", "flag")])
     found = memory_estimate(apply_device_defaults(config, "Ascend"), True, "Ascend")
     assert found["total"] / (1 << 20) == pytest.approx(11.9, rel=DRY_RUN_SMALL_MEMORY)
+
+
+def test_a_second_sigterm_within_mindspore_is_written_down(tmp_path: Path, data_path: Path) -> None:
+    """MindSpore catches exceptions, so the process ends at once, without any clean-up."""
+    step = ["--batch_size", 1, "--gradient_accumulation_steps", 1500, "--epochs", 1000]  # takes seconds
+    process = start("--config", CONFIG, "--output_dir", tmp_path, "--worker_log_dir", tmp_path, *step, cwd=tmp_path)
+    wait_until((tmp_path / RUN_FILE).exists, process)
+    for _ in range(2):
+        time.sleep(0.5)
+        assert process.poll() is None and read_run(tmp_path).state == "running"
+        process.terminate()
+    returned, _, errors = finish(process, 30)
+    assert (returned, errors) == (EXIT_SIGTERM, "stopped by SIGTERM\n")
+    record = read_run(tmp_path)
+    assert (record.state, record.outcome) == ("stopped", "stopped by SIGTERM") and record.starts[-1].ended

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
@@ -26,10 +26,14 @@ class StopSignals:
     A second one within _ECHO_SECONDS counts as the first: batch systems signal every process of a job, and a launcher
     then forwards the signal as well. Python handles signals only in the main thread: in other threads this records
     nothing.
+
+    Args:
+        before_second: Called with a second signal before that acts, which may end the process without any clean-up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before_second: Callable[[signal.Signals], None] = lambda number: None) -> None:
         self.received: signal.Signals | None = None
+        self._before_second = before_second
         self._before: dict = {}
         self._remembered_at: dict[int, float] = {}
 
@@ -56,6 +60,7 @@ class StopSignals:
             return
         before = self._before[number]
         signal.signal(number, before)
+        self._before_second(signal.Signals(number))
         if callable(before):
             before(number, frame)
         else:

@@ -148,6 +148,9 @@ class Monitor:
     def on_note(self, text: str) -> None:
         """Receives a note for the user: a sentence or a few lines."""
 
+    def on_second_signal(self, outcome: str) -> None:
+        """Receives that a second stop signal ends the run at once, maybe without `close`: within a signal handler."""
+
     def close(self, summary: RunSummary | None) -> None:
         """Releases resources at the end of the run; ``summary`` is None if the run failed or had nothing to do."""
 

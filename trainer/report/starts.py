@@ -113,14 +113,21 @@ class StartMonitor(Monitor):
     def on_step(self, metrics: StepMetrics) -> None:
         self._step += 1
 
+    def on_second_signal(self, outcome: str) -> None:
+        """Records the end now: within MindSpore the process ends without `close`."""
+        self._write_end(outcome)
+
     def close(self, summary: RunSummary | None) -> None:
         """Records how the run ended, also when it failed."""
+        peak_bytes = 0
+        if summary is not None:
+            peak_bytes = summary.peak_rss_bytes
+        self._write_end(describe_outcome(summary, sys.exc_info()[1]), peak_bytes)
+
+    def _write_end(self, outcome: str, peak_bytes: int = 0) -> None:
         if not self._starts:  # the run ended before the first step
             return
-        outcome = describe_outcome(summary, sys.exc_info()[1])
-        changes = {"ended": _now(), "outcome": outcome, "end_step": self._step}
-        if summary is not None:
-            changes["peak_rss_bytes"] = summary.peak_rss_bytes
+        changes = {"ended": _now(), "outcome": outcome, "end_step": self._step, "peak_rss_bytes": peak_bytes}
         self._starts[-1] = self._starts[-1].model_copy(update=changes)
         with contextlib.suppress(RunError):  # a full disk must not hide how the run ended
             self._write()

@@ -182,7 +182,7 @@ def _train(
     """
     events = training.events
     info = training.info
-    with StopSignals() as stop:
+    with StopSignals(lambda second: events.notify("on_second_signal", f"stopped by {second.name}")) as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
         # Of several ranks the launcher names this activity, and takes what MindSpore prints off the terminal.
         with events.activity("loading MindSpore" if training.world.size == 1 else ""):

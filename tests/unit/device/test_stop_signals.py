@@ -40,12 +40,14 @@ def test_an_echo_is_the_same_signal() -> None:
 
 def test_a_second_one_acts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    with StopSignals() as stop:
+    told: list[signal.Signals] = []
+    with StopSignals(told.append) as stop:
         signal.raise_signal(signal.SIGINT)
-        assert stop
+        assert stop and not told
         monkeypatch.setattr("trainer.device.stop_signals.time.monotonic", lambda: now + 5)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    assert told == [signal.SIGINT]
 
 
 def test_the_first_kind_gives_the_exit_code() -> None:
