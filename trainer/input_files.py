@@ -20,6 +20,9 @@ from trainer.errors import UserError, shorten_repr
 _LONGEST_NAME = 255
 _LONGEST_PATH = 4095
 
+SPECIAL = "a pipe, a socket or a device, not a file"
+"""Of what `open_file` refuses and `is_special` finds, for a message."""
+
 
 def open_file(path: str | Path) -> BinaryIO:
     """Opens a regular file for reading.
@@ -34,7 +37,7 @@ def open_file(path: str | Path) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "a pipe, a socket or a device, not a file")
+        raise OSError(errno.EINVAL, SPECIAL)
     return open(path, "rb")
 
 
@@ -51,6 +54,11 @@ def read_bytes(path: str | Path, limit: int | None = None) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes")
     return content
+
+
+def is_special(path: Path) -> bool:
+    """Returns whether a path is there and neither a file nor a folder, so that opening it may wait for ever."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def path_error(path: str) -> str:

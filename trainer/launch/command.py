@@ -313,6 +313,7 @@ def _detach(options: LaunchOptions, files: JobFiles) -> int:
     """Starts a launcher that outlives this process and its terminal, and prints where to find it."""
     files.log_dir.mkdir(parents=True, exist_ok=True)
     output = files.log_dir / f"{files.folder.name}.launcher"
+    output.unlink(missing_ok=True)  # opening a pipe there would wait
     with output.open("wb") as log:
         launcher = subprocess.Popen(
             [*trainer_command(), "launch", *to_arguments(replace(options, join=True))],

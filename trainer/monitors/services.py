@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.config.read.dump import flatten, plain_values
+from trainer.input_files import read_bytes
 from trainer.monitors.files import write_text
 from trainer.monitors.metrics import Monitor, RunInfo, final_state
 from trainer.monitors.tensorboard import TensorBoard
@@ -46,7 +47,7 @@ class _Service(Tracker):
         run_id = ""
         if info.start_step:
             with contextlib.suppress(OSError, ValueError):
-                run_id = self._id_file().read_text(encoding="utf-8").strip()
+                run_id = read_bytes(self._id_file()).decode("utf-8").strip()
         self.open(self.folder.name, run_id)
 
     def open(self, title: str, run_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import json
 import sys
@@ -23,6 +24,7 @@ from trainer.data.tokens.chat_template import ALL
 from trainer.data.tokens.encode import encode_samples
 from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_SIGTERM, UserError
+from trainer.input_files import is_special, open_file
 from trainer.launch import heartbeat
 from trainer.monitors.files import atomic_file, write_failure
 from trainer.parallel.world import SINGLE_PROCESS
@@ -92,7 +94,8 @@ def read_prompts(config: Config) -> list[Prompt]:
         return [_prompt(config, text, where) for text in texts]
     path = texts[0]
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # JSON may have other line separators in a string
+        with io.TextIOWrapper(open_file(path), encoding="utf-8") as file:
+            lines = file.read().split("\n")  # JSON may have other line separators in a string
     except (OSError, UnicodeDecodeError) as error:
         rule = f"the file of prompts cannot be read as UTF-8 text ({error})"
         fix = "give a text file with one prompt a line"
@@ -448,7 +451,8 @@ def _max_new_tokens(config: Config, prompt: Prompt, length: int) -> int:
 
 
 def _is_file(text: str) -> bool:
+    """Returns whether a text is the path of a file, or of a pipe, which cannot be read."""
     try:
-        return Path(text).is_file()
+        return Path(text).is_file() or is_special(Path(text))
     except (OSError, ValueError):  # a path cannot be that long, or have a NUL
         return False

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 from trainer.models.spec.names import GATED_MLP, POST_ATTENTION_NORM, POST_MLP_NORM, UNGATED_MLPS
 from trainer.trace.names import EMBEDDED
 from trainer.trace.record import RANK_FILE, Key, Piece, rank_folders, read_manifest, read_pieces
@@ -94,7 +95,7 @@ def _add_rank(trace: Trace, rank: int, path: Path) -> None:
     pieces = list(read_pieces(path, rank))
     trace.add(pieces)
     try:
-        facts = json.loads((path / RANK_FILE).read_text(encoding="utf-8"))
+        facts = json.loads(read_bytes(path / RANK_FILE))
     except FileNotFoundError:
         trace.lost[rank] = "did not end: its last records may be missing"
         return

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 from trainer.models.spec.names import MTP_WEIGHTS
 from trainer.parallel.mesh import divisors
 from trainer.parallel.sharding import shard_range
@@ -131,7 +132,7 @@ def enumerate_ranks(step: Path) -> list[tuple[int, Path]]:
 def _read_rank(rank: int, folder: Path, trace: Trace) -> _Rank:
     path = folder / "dump.json"
     try:
-        data = dict(json.loads(path.read_text(encoding="utf-8"))["data"])
+        data = dict(json.loads(read_bytes(path))["data"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "call PrecisionDebugger.stop() and step(), which write it, and dump again"
         rule = f"cannot be read as a dump.json of msprobe: {error}"

@@ -22,6 +22,7 @@ import numpy as np
 
 from trainer.config.schema.model import Dtype
 from trainer.errors import UserError
+from trainer.input_files import read_bytes
 from trainer.monitors.files import make_folder, write_failure, write_text
 from trainer.trace.sketch import BUCKETS, CELLS, SKETCH_SIZE, Place, Summary, as_numbers, summarize
 
@@ -165,7 +166,7 @@ def read_manifest(folder: Path, where: str) -> dict[str, Any]:
     path = folder / MANIFEST
     fix = "name the --output of a trace, or a dump_path of msprobe"
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(read_bytes(path))
     except FileNotFoundError:
         raise UserError(f"has no {MANIFEST}", where=where, value=str(folder), fix=fix) from None
     except (OSError, ValueError) as error:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import pytest
 from config_helpers import BASE, load
 
+from trainer.errors import UserError
 from trainer.run.predict import read_prompts
 
 
@@ -18,3 +21,10 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path):
     assert [(prompt.text, prompt.where) for prompt in prompts] == [
         (text, f"{path}:{number}") for number, text in enumerate(texts, start=1)
     ]
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_a_pipe_is_neither_waited_for_nor_a_prompt(tmp_path: Path, name: str):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="the file of prompts cannot be read .*a pipe, a socket or a device"):
+        read_prompts(load(BASE, "run_mode=predict", f"predict_data={tmp_path / name}"))

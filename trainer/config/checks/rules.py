@@ -20,7 +20,7 @@ from trainer.config.schema.data import TokenizerConfig
 from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import Config
 from trainer.config.schema.runner import LossScaleSection
-from trainer.input_files import links_out_of, missing_path_reason, unwritable_reason
+from trainer.input_files import SPECIAL, is_special, links_out_of, missing_path_reason, unwritable_reason
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -223,7 +223,7 @@ def _tasks(config: Config, world: World) -> Iterator[ConfigError]:
 
 
 def _output_dir(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for an output_dir that is a file, cannot be created or written, or has a link out of it."""
+    """Yields an error for an output_dir that is a file, cannot be written, or has a pipe in it or a link out of it."""
     folder = Path(config.output_dir).expanduser()
     existing = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
     if existing is not None and not os.path.isdir(existing):
@@ -240,8 +240,16 @@ def _output_dir(config: Config) -> Iterator[ConfigError]:
         fix = "give another --output_dir, or make the folder writable"
         yield problem(config, "output_dir", rule, fix)._replace(is_absent=True)
     logs = sorted((folder / "logs").glob("rank-*.log"))
-    for rule in links_out_of(folder, [*(folder / name for name in _ADDED_TO), *logs]):
+    added_to = [*(folder / name for name in _ADDED_TO), *logs]
+    for rule in links_out_of(folder, added_to):
         yield problem(config, "output_dir", rule, "remove the link, or give the other folder as --output_dir")
+    for path in filter(is_special, [*added_to, *sorted((folder / "trackers").glob("*"))]):
+        rule = f"{path.relative_to(folder)} in it is {SPECIAL}: a run would wait for it"
+        yield problem(config, "output_dir", rule, "remove it, or give another --output_dir")
+    if config.worker_log_dir is not None:
+        for path in filter(is_special, sorted(Path(config.worker_log_dir).expanduser().glob("worker_*.log"))):
+            rule = f"{path.name} in it is {SPECIAL}: a run would wait for it"
+            yield problem(config, "worker_log_dir", rule, "remove it, or give another folder")
 
 
 def starts_anew(config: Config) -> bool:

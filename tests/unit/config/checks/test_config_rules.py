@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import subprocess
 
 import pytest
@@ -380,6 +382,21 @@ def test_an_output_dir_that_is_a_file(tmp_path):
     file.write_text("")
     assert "is a file, not a folder" in run_error(BASE, f"output_dir={file}")
     assert f"{file} is a file" in run_error(BASE, f"output_dir={file / 'below'}")
+
+
+@pytest.mark.parametrize("kind", [stat.S_IFIFO, stat.S_IFSOCK], ids=["pipe", "socket"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "logs/rank-0.log", "checkpoints", "trackers/wandb"])
+def test_a_pipe_in_an_output_dir_is_not_waited_for(tmp_path, name, kind):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mknod(tmp_path / name, kind | 0o600)
+    message = run_error(BASE, f"output_dir={tmp_path}")
+    assert f"output_dir = '{tmp_path}': {name} in it is a pipe, a socket or a device, not a file" in message
+
+
+def test_a_pipe_among_the_logs_of_the_workers_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "worker_1.log")
+    message = run_error(BASE, f"worker_log_dir={tmp_path}")
+    assert f"worker_log_dir = '{tmp_path}': worker_1.log in it is a pipe" in message
 
 
 def test_a_read_only_disk_is_named(tmp_path):
