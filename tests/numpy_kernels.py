@@ -47,6 +47,10 @@ def swiglu(gate_NF: np.ndarray, up_NF: np.ndarray) -> np.ndarray:
     return gate_NF / (1 + np.exp(-gate_NF)) * up_NF
 
 
+def relu2(x_NF: np.ndarray) -> np.ndarray:
+    return np.where(x_NF.real > 0, x_NF, 0) ** 2
+
+
 def attention(
     q_NC: np.ndarray, k_NK: np.ndarray, v_NK: np.ndarray, allowed_BQS: np.ndarray, head_size: int,
     keep_BHQS: np.ndarray | None = None, scale: float | None = None,

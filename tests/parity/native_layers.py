@@ -308,9 +308,11 @@ def mlp_formula(
     y = numpy_kernels.rms_norm(x, weights[MLP_NORM], spec.norm.eps) if is_sublayer else x
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
-        return linear_formula(f"{prefix}{name}_proj", x, weights, spec.adapters, masks)
+        return linear_formula(prefix + name.removeprefix("mlp."), x, weights, spec.adapters, masks)
 
-    added = linear("down", numpy_kernels.swiglu(linear("gate", y), linear("up", y)))
+    *inner, output = spec.matrices
+    activation = numpy_kernels.swiglu if spec.has_gate else numpy_kernels.relu2
+    added = linear(output, activation(*(linear(name, y) for name in inner)))
     if spec.post_norm:
         added = numpy_kernels.rms_norm(added, weights[POST_MLP_NORM], spec.norm.eps)
     return x * is_sublayer + added * masks.get("mlp_output", 1.0)
@@ -413,7 +415,10 @@ MLPS: dict[str, dict] = {
     "adapters with dropout": {**adapters(0.3), **BIASES},
     "dropout": {"hidden_dropout": 0.2},
     "everything": {**POST_NORMS, **adapters(0.3), **DROPOUT, **BIASES},
-}
+    "no gate, adapters with dropout": {
+        "gated_linear_unit": False, "hidden_act": "relu2", "mlp_names": "c_fc", **adapters(0.3, ".*c_(fc|proj)"),
+    },
+}  # fmt: skip
 
 
 @functools.cache

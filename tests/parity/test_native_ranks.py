@@ -116,7 +116,7 @@ HEADS = [
     "plain", "one group, interleaved", "partial, biases", "head norms, window", "everything", "latent",
     "latent, adapters", "latent, everything", "latent, no norms, a scale",
 ]  # fmt: skip
-COLUMNS = ["mlp", "mlp, norm after it", "mlp, everything"]
+COLUMNS = ["mlp", "mlp, norm after it", "mlp, everything", "mlp, no gate, adapters with dropout"]
 
 
 def case_of(name: str) -> Case:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema.model import ModelConfig
     from trainer.models.inputs import ModelInputs
-    from trainer.models.spec.model import LayerSpec
+    from trainer.models.spec.model import LayerSpec, ParameterSpec
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import RankModelShard
@@ -93,16 +93,16 @@ class DropoutShards:
     def _number(self, tensor_rank: int) -> int:
         return self.sequence.rank * self.ranks + tensor_rank
 
-    def adapter_mask(self, name: str, inputs: ModelInputs, width: int) -> tuple[int, MaskShard | None]:
+    def adapter_mask(self, matrix: ParameterSpec, inputs: ModelInputs) -> tuple[int, MaskShard | None]:
         """Returns the width of the mask of an adapter's input on all ranks, and the shard of it that the rank draws.
 
         Args:
-            name: The adapted projection, for example "self_attn.q_proj".
-            width: The input columns that this rank has.
+            matrix: The adapted matrix, with the shape that this rank has.
         """
-        if name.endswith(("o_proj", "down_proj")):
+        width = matrix.shape[1]
+        if matrix.sharding == "row":
             return width * self.ranks, self.columns(inputs, width * self.ranks)
-        if name.endswith(("q_a_proj", "kv_a_proj_with_mqa")):
+        if matrix.sharding == "replicated":  # a down-projection of latent attention
             return width, self.rows(inputs)
         return width, self.replicated_rows(inputs)
 
@@ -123,9 +123,9 @@ class DropoutShards:
         for name in ("attention_output", "mlp_output"):
             stream = self.rows(inputs)
             sites[name] = _site(numbers[name], spec.attention.output_dropout, spec.attention.hidden, stream)
-        widths = {parameter.name: parameter.shape[1] for parameter in spec.parameters if len(parameter.shape) == 2}
+        matrices = {parameter.name: parameter for parameter in spec.parameters}
         for name, adapter in adapters.items():
-            width, shard = self.adapter_mask(name, inputs, widths[f"{name}.weight"])
+            width, shard = self.adapter_mask(matrices[f"{name}.weight"], inputs)
             sites[name] = _site(numbers[name], adapter.dropout, width, shard)
         return LayerDropout(key, sites, (numbers["probabilities"], spec.attention.dropout), self.heads)
 
@@ -161,7 +161,7 @@ class AdapterMasks:
         self.shards = shards
         matrices = [*attention_parameters(settings), *mlp_parameters(settings)]
         kv_heads = attention_spec(settings).kv_heads
-        self.shapes = {one.name: one.local(shards.ranks, kv_heads).shape for one in matrices}
+        self.matrices = {one.name: one.local(shards.ranks, kv_heads) for one in matrices}
 
     def __call__(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> list[Tensor | None]:
         """Returns the masks [N, I] of a layer in the order of `self.names`; None where nothing is dropped."""
@@ -175,7 +175,7 @@ class AdapterMasks:
             if name not in targets:
                 masks.append(None)
                 continue
-            width, shard = self.shards.adapter_mask(name, inputs, self.shapes[f"{name}.weight"][1])
+            width, shard = self.shards.adapter_mask(self.matrices[f"{name}.weight"], inputs)
             shape = self.shards.tokens(inputs), width
             masks.append(self.draw(key, sites[name], shape, adapter.dropout, shard))
         return masks
