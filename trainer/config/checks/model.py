@@ -201,13 +201,20 @@ def _positions(config: Config) -> Iterator[ConfigError]:
         yield problem(config, f"{key}.rope_type", rule, "raise head_dim, or use another type")
     if scaling.rope_type == "longrope":
         yield from _long_rope(config, scaling)
+    if scaling.rope_type == "yarn" and config.decoder.rope_base <= 1:
+        rule = "yarn requires a base of the rotary frequencies, rope_theta x rope_ratio, above 1"
+        yield problem(config, f"{_KEY}.rope_theta", rule, "use 10000, as most models do")
     if scaling.rope_type == "yarn" and scaling.beta_slow > scaling.beta_fast:
         rule = f"must be at most beta_fast ({scaling.beta_fast})"
         yield problem(config, f"{key}.beta_slow", rule, "use 1 and 32, as yarn does")
 
 
 def _long_rope(config: Config, scaling: RopeScaling) -> Iterator[ConfigError]:
-    """Yields errors about the factors of LongRoPE: there is one for each frequency."""
+    """Yields errors about the factors of LongRoPE: one for each frequency, and one on cosine and sine."""
+    if scaling.attention_factor is None and config.decoder.trained_length < 2:
+        key = f"{_KEY}.rope_scaling.rope_type"
+        rule = "longrope requires a trained length of more than 1 token, by whose logarithm it divides"
+        yield problem(config, key, rule, "write original_max_position_embeddings, or attention_factor")
     for name in ("short_factor", "long_factor"):
         factors = getattr(scaling, name)
         count = config.decoder.rotary_size // 2

@@ -53,7 +53,7 @@ class RopeScaling(Section):
     beta_slow: float = setting(1.0, "yarn: rotations below which a frequency is scaled.", gt=0)
     truncate: bool = setting(True, "yarn: the blend between kept and scaled frequencies begins and ends at whole ones.")
     alpha: float | None = setting(
-        None, "dynamic: the base is multiplied by alpha^(d / (d - 2)), with d rotated numbers of a head.", gt=0)
+        None, "dynamic: the base is multiplied by alpha^(d / (d - 2)), with d rotated numbers of a head.", gt=0, le=1e9)
     mscale: float | None = setting(None, "yarn: numerator of the attention factor.", ge=0)
     mscale_all_dim: float | None = setting(None, "yarn: denominator of the attention factor.", ge=0)
 

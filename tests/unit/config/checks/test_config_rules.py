@@ -110,6 +110,10 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
             ["low_freq_factor = 4.0: must be below high_freq_factor (4.0)"],
         ),
         ("model_config: {rope_scaling: {rope_type: yarn, beta_slow: 40}}\n", ["must be at most beta_fast (32.0)"]),
+        ("model_config: {rope_theta: 1.0, rope_scaling: {rope_type: yarn, factor: 4}}\n", ["rope_theta = 1.0: yarn"]),
+        ("model_config: {head_dim: 4, rope_scaling: {rope_type: longrope, original_max_position_embeddings: 1,"
+         " short_factor: [1, 1], long_factor: [1, 2]}}\n", ["a trained length of more than 1 token"]),
+        ("model_config: {rope_scaling: {rope_type: dynamic, alpha: 1.0e300}}\n", ["alpha = 1e+300", "at most"]),
         ("model_config: {rope_scaling: {type: dynamic}}\n", ["rope_scaling.type = 'dynamic'", "with alpha only"]),
         (
             "model_config: {head_dim: 2, rope_scaling: {type: dynamic, alpha: 3}}\n",
