@@ -64,10 +64,12 @@ def main(folder: Path) -> None:
     for name, text in zip(("texts", "no texts"), (text_of(world.rank), b""), strict=True):
         texts = group.gather_bytes(text)
         found |= {f"{name} {rank}": np.frombuffer(each, np.uint8) for rank, each in enumerate(texts)}
-    gradients = [Tensor(gradient) for gradient in gradients_of(world.rank)]
     for way, bucket_bytes in (("one by one", 0), ("in buckets", 4000), ("together", 1 << 20)):
-        sums = collectives.all_reduce_in_buckets(gradients, group, bucket_bytes)
+        arrays = gradients_of(world.rank)
+        sums = collectives.all_reduce_in_buckets(list(map(Tensor.from_numpy, arrays)), group, bucket_bytes)
+        assert all(np.array_equal(array, each.asnumpy()) for array, each in zip(arrays, sums, strict=True)), "in place"
         found |= {f"{way} {number}": each.asnumpy() for number, each in enumerate(sums)}
+    gradients = [Tensor(gradient) for gradient in gradients_of(world.rank)]
     found |= as_on_a_device(group, gradients, in_float32=True) | as_on_a_device(group, gradients, in_float32=False)
     assert all((a.asnumpy() == b).all() for a, b in zip(gradients, gradients_of(world.rank), strict=True))
     assert len(sums) == len(SHAPES)

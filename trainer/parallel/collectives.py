@@ -153,7 +153,7 @@ def all_reduce_in_buckets(
 ) -> list[Tensor]:
     """Sums each tensor over all ranks of a CPU's group, with the same bits on every rank.
 
-    Small tensors travel together.
+    The sums take the memory of the tensors. Small tensors travel together.
 
     Args:
         tensors: The same shapes in the same order on every rank. The sums are computed in float32 and returned in the
@@ -162,17 +162,20 @@ def all_reduce_in_buckets(
     """
     sums: list[Tensor] = []
     for bucket in buckets(tensors, bucket_bytes):
-        flats = [tensor.asnumpy().reshape(-1).astype(np.float32, copy=False) for tensor in bucket]
-        if len(flats) == 1:
-            total = group.all_reduce(flats[0])
-        else:
-            total = group.all_reduce(np.concatenate(flats))
+        arrays = [tensor.asnumpy() for tensor in bucket]
+        flats = [array.reshape(-1).astype(np.float32, copy=False) for array in arrays]
+        joined = flats[0]
+        if len(flats) > 1:
+            joined = np.concatenate(flats)
+        group.all_reduce_into(joined, joined)
         ends = np.cumsum([tensor.size for tensor in bucket]).tolist()
-        for tensor, end in zip(bucket, ends, strict=True):
-            tensor_sum = Tensor.from_numpy(total[end - tensor.size : end].reshape(tensor.shape))
-            if tensor_sum.dtype != tensor.dtype:
-                tensor_sum = tensor_sum.astype(tensor.dtype)
-            sums.append(tensor_sum)
+        for tensor, array, end in zip(bucket, arrays, ends, strict=True):
+            if not np.shares_memory(array, joined):
+                array[...] = joined[end - array.size : end].reshape(array.shape)
+            total = Tensor.from_numpy(array)
+            if total.dtype != tensor.dtype:
+                total = total.astype(tensor.dtype)
+            sums.append(total)
     return sums
 
 
@@ -183,7 +186,7 @@ def reduce_scatter_range(tensor: Tensor, group: CpuGroup) -> Tensor:
 
 
 def all_reduce(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Sums each tensor over all ranks of a group, with the same bits on every rank."""
+    """Sums each tensor over all ranks of a group, with the same bits on every rank; its memory may be overwritten."""
     if group.on_host:
         return all_reduce_in_buckets(tensors, group)
     return [start_all_reduce(each.reshape(-1), group).wait().reshape(each.shape) for each in tensors]

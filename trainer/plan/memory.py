@@ -29,7 +29,7 @@ from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups, state_names
-from trainer.parallel.sharding import FLOAT32_BYTES
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.activations import ActivationMemory
 from trainer.plan.device.memory import device_memory, fixed_bytes
@@ -101,9 +101,8 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, params
         parts["gradients"] = shard_bytes.gradients(trained, min(2, micro_batches_per_step(config, degrees)))
         parts["optimizer state"] = shard_bytes.optimizer_state(trained)
         if on_host:
-            if degrees.data_parallel * degrees.context_parallel > 1:  # a copy of what is summed, as was measured
-                summed = {name: shape for name, shape in trained.items() if not is_expert(name)}
-                parts["workspaces"] += shard_bytes.gradients(summed, 1)
+            if degrees.data_parallel * degrees.context_parallel > 1:
+                parts["workspaces"] += _reduction_bytes(trained)
             activations = ActivationMemory(config, world, params, _product_bytes(config, world))
             parts["activations"] = activations.training_peak(_gradients_in_backward_pass(params, shard_bytes, trained))
         else:
@@ -173,6 +172,13 @@ class _ShardBytes:
         arrays = state_names(self.config.optimizer)
         counts = {name: len(arrays[group.optimizer]) for group in groups for name in group.parameters}
         return sum(count * self.shard(name, shapes[name]) for name, count in counts.items())
+
+
+def _reduction_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Returns the bytes that CPUs need to sum gradients in place: a bucket of small ones, and what a rank receives."""
+    sizes = [_bytes({name: shape}) for name, shape in shapes.items()]
+    bucket = min(BUCKET_BYTES, sum(sizes))
+    return bucket + max([bucket, *sizes])
 
 
 def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
