@@ -147,6 +147,8 @@ def _names(config: Config, item: _FreezeEntry, shapes: Mapping[str, Any]) -> lis
         return [name for name in shapes if name.startswith(prefixes)]
     if item.kind == "unknown":
         rule = f"{item.pattern_or_layers!r} is not a short form; the short forms are layers and embeddings"
+        if item.pattern_or_layers == "embeddings":
+            rule = "embeddings is true or false"
         raise _error(config, item.key, item.value, rule, "write a pattern in quotes, embeddings, or layers: 0-3")
     pattern = item.pattern_or_layers
     names = [name for name in shapes if fnmatchcase(name, pattern)]

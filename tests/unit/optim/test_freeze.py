@@ -93,6 +93,8 @@ def test_what_is_frozen(freeze: str, names: set[str]) -> None:
         ("{layers: []}", ["freeze.layers = []", "names no layer"]),
         ("{include: [layers: true]}", ["true is not a layer"]),
         ("{include: [heads: 3]}", ["'heads' is not a short form", "layers and embeddings"]),
+        ("{include: [heads: false]}", ["'heads' is not a short form"]),
+        ("{include: [embeddings: 3]}", ["embeddings is true or false"]),
         ("{include: '*'}", ["freeze.include = '*'", "leaves nothing to train", "freeze.exclude"]),
         ("{layers: 0-3, include: [embeddings, '*norm*', '*head*']}", ["leaves nothing to train"]),
         ("{exclude: [embeddings]}", ["freeze.exclude = ['embeddings']", "no include"]),
