@@ -17,10 +17,11 @@ from trainer.cli.main import dispatch
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("signals")]
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+_FEWER = "--report False --train_dataset.cache_dir cache"
 SMALLER = {
-    "--config my.yaml": "--model.model_config.num_layers 1 --model.model_config.hidden_size 16 --batch_size 2 --report False"
-    " --model.model_config.seq_length 32 --train_dataset.data_loader.num_samples 160 --train_dataset.cache_dir cache",
-    "--model /models/Qwen3-0.6B": "--stop_step 2 --do_eval False --report False --train_dataset.cache_dir cache",
+    "--config my.yaml": "--model.model_config.num_layers 1 --model.model_config.hidden_size 16 --batch_size 2"
+                        f" --model.model_config.seq_length 32 --train_dataset.data_loader.num_samples 160 {_FEWER}",
+    "--model /models/Qwen3-0.6B": f"--stop_step 2 --do_eval False {_FEWER}",
     "chat output": "--max_new_tokens 4",
 }  # fmt: skip
 """By a part of a command: what is added to it."""
