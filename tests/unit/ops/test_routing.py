@@ -56,6 +56,7 @@ RULES = [
     RoutingRule(6, 6),
     RoutingRule(8, 3, groups=4, chosen_groups=2, group_score="best"),
     RoutingRule(8, 3, groups=4, chosen_groups=2, group_score="two_best"),
+    RoutingRule(8, 2, groups=4, chosen_groups=1, group_score="two_best"),
     RoutingRule(12, 4, groups=3, chosen_groups=2, group_score="two_best"),
     RoutingRule(6, 2, groups=6, chosen_groups=3, group_score="two_best"),  # groups of one expert
     RoutingRule(6, 2, groups=2, chosen_groups=2),  # any group
