@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from run_helpers import train, write_config, write_corpus
 
+_BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""Before any test."""
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -30,9 +33,8 @@ def whole(home: Path, path: Path) -> Path:
     return train(path, output_dir=home / "whole")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """Restores the signals that a command blocks in this process, so that later tests do not inherit them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    """Restores the signals that a command blocks in this process: the processes of later tests would inherit them."""
     yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)

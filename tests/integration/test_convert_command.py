@@ -13,8 +13,6 @@ from trainer.convert.convert import NEWER, convert
 from trainer.convert.proof import prove
 from trainer.errors import RunError, UserError
 
-pytestmark = pytest.mark.usefixtures("signals")
-
 OLD = """\
 context: {{device_target: CPU}}
 output_dir: {folder}/run

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from trainer.checkpoint.store import newest_complete
 from trainer.cli.main import dispatch
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("signals")]
+pytestmark = pytest.mark.slow
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 _FEWER = "--report False --train_dataset.cache_dir cache"

@@ -10,8 +10,6 @@ from smoke_files import DENSE, EXPERTS
 
 from trainer.cli.main import dispatch, main
 
-pytestmark = pytest.mark.usefixtures("signals")
-
 
 def write(folder: Path, text: str) -> str:
     path = folder / "theirs.yaml"
