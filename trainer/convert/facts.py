@@ -1,8 +1,13 @@
-"""What two configurations are compared by: facts of their plans, and the keys that none of these facts decides."""
+"""Compares two configurations by facts of their plans; `convert` does so before and after it converts a file.
+
+The schemas have different keys for the same training. A fact does not depend on them, and names the keys that matter
+for it alone: `convert` compares the values of all other keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trainer.config.recompute import recompute_text
@@ -15,17 +20,22 @@ from trainer.optim.schedules import build_schedule
 from trainer.plan.plan import Plan
 
 _RATES = 32
-"""The number of intervals between the steps whose learning rates are compared."""
+"""Learning rates are compared at so many steps from the first, for the warmup, and at so many over the run."""
 
 
 class Fact(NamedTuple):
-    """A property of a training that does not depend on the schema of its file."""
+    """A property of a training that does not depend on the schema of its file.
+
+    Attributes:
+        value: What is compared.
+        text: What the user sees of it.
+        keys: The keys and sections that have no other effect than this fact.
+    """
 
     name: str
     value: Any
     text: str
     keys: tuple[str, ...] = ()
-    """The keys, or beginnings of keys, that have no other effect than this fact."""
 
 
 class PlanComparison(NamedTuple):
@@ -46,7 +56,7 @@ class PlanComparison(NamedTuple):
 
 
 def compare_plans(before: Plan, after: Plan, steps: int) -> list[PlanComparison]:
-    """Compares two plans of runs of so many steps."""
+    """Compares two plans; `steps` is the number of steps of a run that does not give it."""
     pairs = zip(_facts(before, steps), _facts(after, steps), strict=True)
     return [
         PlanComparison(first.name, first.text, second.text, first.value == second.value, first.keys)
@@ -69,17 +79,18 @@ def _facts(plan: Plan, steps: int) -> Iterator[Fact]:
     yield _layout(plan)
     fields = type(config.optimizer).model_fields.items()
     acting = [name for name, field in fields if support_of(field)[0] == "supported" and name != "learning_rate"]
-    optimizer = {name: getattr(config.optimizer, name) for name in acting}, plan.model.groups
+    settings = {name: getattr(config.optimizer, name) for name in acting}
+    groups = [replace(group, weights=0) for group in plan.model.groups]  # the fact "weights" compares sizes
     numbers = ", ".join(f"{key} {value}" for key, value in plan.steps.optimizer.items() if key != "type")
-    yield Fact("optimizer", optimizer, f"{config.optimizer.type}, {numbers}")
-    adapters = adapter_shapes(config.network)
+    yield Fact("optimizer", (settings, groups), f"{config.optimizer.type}, {numbers}")
+    ends = (".lora_A.weight", ".lora_embedding_A")
+    ranks = {name: shape[0] for name, shape in adapter_shapes(config.network).items() if name.endswith(ends)}
     adapter = adapter_spec(config.decoder)
     text = "none"
     if adapter is not None:
-        pairs = sum(name.endswith(".lora_A.weight") for name in adapters)
-        text = f"{pairs} matrices, rank {adapter.rank}, times {adapter.scale:g}"
+        text = f"{len(ranks)} matrices, rank {adapter.rank}, times {adapter.scale:g}"
     keys = tuple(f"{SECTION}.{key}" for key in ("target_modules", "match", "exclude_layers"))
-    yield Fact("adapters", adapters, text, keys)
+    yield Fact("adapters", (ranks, adapter), text, keys)
     text = recompute_text(plan.model.recomputed) or "none"
     yield Fact("recomputation", plan.model.recomputed, text, ("recompute", "recompute_config.recompute",
                "recompute_config.select_recompute", "recompute_config.select_recompute_exclude"))  # fmt: skip
@@ -131,5 +142,9 @@ def _checkpoints(plan: Plan) -> Fact:
     text = "at the end"
     if saver.save_checkpoint_steps:
         text = f"every {saver.save_checkpoint_steps:,} steps, the newest {saver.keep_checkpoint_max}"
+    if saver.keep_best:
+        text += f", and the {saver.keep_best} best"
+    if saver.async_save:
+        text += ", while the training goes on"
     value = (saver.save_checkpoint_steps, saver.keep_checkpoint_max, saver.async_save, saver.keep_best)
     return Fact("checkpoints", value, text)

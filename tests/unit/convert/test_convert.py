@@ -234,15 +234,17 @@ def test_a_file_says_where_it_comes_from_and_what_its_keys_mean():
         ("learning rate", "warmup_steps: 6"),
         ("recomputation", "recompute: 1"),
         ("checkpoints", "save_checkpoint_steps: 8"),
+        ("checkpoints", "async_save: true"),
         ("optimizer", "eps: 1.e-7"),
         ("adapters", "lora_rank: 4"),
+        ("adapters", "lora_alpha: 4"),
         ("layout", "model_parallel: 2"),
     ],
 )
 def test_each_fact_notices_a_difference(name: str, change: str):
-    text = of_model(OLD, "pet_config: {lora_rank: 8}") + (
+    text = of_model(OLD, "pet_config: {lora_rank: 8, lora_alpha: 8}") + (
         "recompute_config: {recompute: 2}\noptimizer: {type: AdamW, eps: 1.e-8}\nuse_parallel: True\n"
-        "callbacks: [{type: CheckpointMonitor, save_checkpoint_steps: 9}]\n"
+        "callbacks: [{type: CheckpointMonitor, save_checkpoint_steps: 9, async_save: false}]\n"
         "parallel_config: {model_parallel: 1, data_parallel: 2}\n"
     )
     key, _, value = change.partition(": ")
@@ -254,7 +256,7 @@ def test_each_fact_notices_a_difference(name: str, change: str):
         plans.append(plan_file(config, world, [], opens_data=False, checks_memory=False))
     differing = [comparison for comparison in compare_plans(*plans, 50) if not comparison.is_equal]
     assert name in [comparison.name for comparison in differing]
-    assert all("DIFFERS" in comparison.line for comparison in differing)
+    assert all("DIFFERS" in each.line and each.before != each.after for each in differing)
 
 
 def test_a_file_in_the_schema_already_has_nothing_to_convert():
