@@ -236,6 +236,23 @@ def test_the_file_is_never_changed_by_overrides(tmp_path):
     assert load_config(str(path)).runner_config.epochs == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (["--predict_data", "one 🙂"], ["one 🙂"]),
+        (["--predict_data", "[a]", 'b "c"\n'], ["[a]", 'b "c"\n']),
+        (["--options", "predict_data=[a, b]"], ["a", "b"]),
+        (["--predict_data=[a, b]"], ["[a, b]"]),
+    ],
+)
+def test_an_override_as_a_flag_has_the_same_value(words: list[str], values: list[str]):
+    """Sweeps and smoke tests give their runs the flags that they got."""
+    given = split_arguments(words).overrides
+    for overrides in (given, split_arguments([each.flag for each in given]).overrides):
+        prompts = parse_config("a.yaml", BASE, overrides).predict_data
+        assert prompts in (values, "".join(values))
+
+
 def test_options_are_named_in_messages():
     message = failure(lambda: parse_config("a.yaml", BASE, [Override("runner_config.epochs", "0", "--options")]))
     assert message.startswith("--options: runner_config.epochs = 0: must be at least 1.")

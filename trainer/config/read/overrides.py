@@ -36,7 +36,8 @@ from trainer.config.schema.fields import (
 from trainer.config.schema.root import Config
 from trainer.errors import UserError, shorten_repr
 
-_AFTER_FILE = 1_000_000
+_OPTIONS = "--options"
+_AFTER_FILE = 1_000_000  # the order of the first override among places: behind all lines of a file
 _LONGEST_KEY = 1000
 
 
@@ -54,16 +55,18 @@ class Override:
 
     key: str
     text: str
-    source: str = "--options"
+    source: str = _OPTIONS
     only_if_present: bool = False
     texts: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
-        """Returns a flag with the same meaning."""
+        """Returns one word of a command line with the same meaning."""
         text = self.text
         if self.texts:
-            text = json.dumps(list(self.texts))
+            text = json.dumps(self.texts, ensure_ascii=False)  # YAML has no surrogate pairs
+        if self.texts or self.source == _OPTIONS:
+            return f"{_OPTIONS}={self.key}={text}"  # a flag of the same name may take its values as they are typed
         return f"--{self.key}={text}"
 
 
