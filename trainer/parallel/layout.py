@@ -1,9 +1,10 @@
-"""Which shard of each parameter a rank has, over which ranks its gradient is summed, and who counts it. Pure Python.
+"""Which shard of each parameter a rank has, over which ranks its gradient is summed, and which rank saves it.
 
-Tensor parallelism shards as Megatron-LM does (Shoeybi et al. 2019, section 3): q, k, v, gate and up by their outputs, o
-and down by their inputs, embedding and head by the vocabulary. Where there are fewer heads of keys and values than
-ranks, neighbouring ranks have the same head. Latent attention: the down-projections are replicated on every rank; the
-per-head up-projections are sharded by heads. Expert parallelism shards the stacks of experts; a rank has whole experts.
+Pure Python: the plan reads it, too. Tensor parallelism shards as Megatron-LM does (Shoeybi et al. 2019, section 3): q,
+k, v, gate and up by their outputs, o and down by their inputs, embedding and head by the vocabulary. Where there are
+fewer heads of keys and values than ranks, neighbouring ranks have the same head. Latent attention: the down-projections
+are replicated on every rank; the per-head up-projections are sharded by heads. Expert parallelism shards the stacks of
+experts; a rank has whole experts.
 
 The gradient of a parameter that is replicated in a tensor group is either the same on all of its ranks, or a partial
 sum on each rank, to be summed over the group. It is a partial sum where ranks compute with different heads or columns
@@ -36,7 +37,8 @@ SUM_GROUPS: tuple[SumGroup, ...] = get_args(SumGroup)
 SHARD_GROUPS: dict[SumGroup, tuple[SumGroup, SumGroup]] = {
     "dp_cp": ("dp_shard", "dp_replicas"), "expert_dp": ("expert_shard", "expert_replicas"),
 }  # fmt: skip
-"""The groups that ZeRO shards a parameter over -> the parts of each where only some of its ranks share the shards."""
+"""The groups over which ZeRO shards a parameter -> with fewer shards than ranks: the group of the ranks that together
+have all shards, and the group of the ranks with the same one (hybrid sharding)."""
 
 
 class ParameterLayout(NamedTuple):
@@ -46,8 +48,8 @@ class ParameterLayout(NamedTuple):
         shape: Global shape.
         shards: Number of shards, which differ by one row at most; 1: the ranks of its stages replicate the parameter.
         dimension: The sharded dimension.
-        by: The mesh axis over which it is sharded. Neighbours have the same shard where there are fewer shards than
-            ranks along the axis.
+        by: The mesh axis over which it is sharded. Neighbouring ranks have the same shard if there are fewer shards
+            than ranks.
         sums: The groups over which its gradient is summed, one after the other. Empty for a buffer.
         stages: The pipeline stages that have it.
     """
@@ -77,13 +79,13 @@ class ModelLayout:
 
     def shard(self, name: str, coordinate: MeshCoordinate) -> Shard:
         """Returns the shard of a parameter that a rank of one of its stages has."""
-        one = self.parameters[name]
-        shape = list(one.shape)
-        start = [0] * len(one.shape)
-        if one.shards > 1:
-            rows = shard_range(one.shape[one.dimension], self._shard_index(one, coordinate), one.shards)
-            start[one.dimension] = rows.start
-            shape[one.dimension] = rows.stop - rows.start
+        layout = self.parameters[name]
+        shape = list(layout.shape)
+        start = [0] * len(shape)
+        if layout.shards > 1:
+            rows = shard_range(shape[layout.dimension], self._shard_index(layout, coordinate), layout.shards)
+            start[layout.dimension] = rows.start
+            shape[layout.dimension] = rows.stop - rows.start
         return Shard(tuple(start), tuple(shape))
 
     def shard_spec(self, name: str, coordinate: MeshCoordinate) -> ShardSpec:
@@ -103,21 +105,22 @@ class ModelLayout:
             sharded: ZeRO shards the parameter further over the ranks that sum its gradient last (dp_cp or expert_dp):
                 each of them counts and writes its range.
         """
-        one = self.parameters[name]
-        if coordinate.pipeline != one.stages[0]:
+        layout = self.parameters[name]
+        if coordinate.pipeline != layout.stages[0]:
             return False
-        if one.by == "ep":
+        if layout.by == "ep":
             return sharded or self._expert_rank(coordinate) < self.degrees.expert_parallel
-        return coordinate.tensor % self._copies(one) == 0 and (sharded or not (coordinate.data or coordinate.context))
+        is_first_copy = coordinate.tensor % self._copies(layout) == 0
+        return is_first_copy and (sharded or not (coordinate.data or coordinate.context))
 
-    def _shard_index(self, one: ParameterLayout, coordinate: MeshCoordinate) -> int:
-        if one.by == "ep":
+    def _shard_index(self, layout: ParameterLayout, coordinate: MeshCoordinate) -> int:
+        if layout.by == "ep":
             return self._expert_rank(coordinate) % self.degrees.expert_parallel
-        return coordinate.tensor // self._copies(one)
+        return coordinate.tensor // self._copies(layout)
 
-    def _copies(self, one: ParameterLayout) -> int:
+    def _copies(self, layout: ParameterLayout) -> int:
         """Returns how many ranks of a tensor group have the same shard."""
-        return self.degrees.model_parallel // one.shards
+        return self.degrees.model_parallel // layout.shards
 
     def _expert_rank(self, coordinate: MeshCoordinate) -> int:
         """Returns the index of a rank in its stage: MoE layers see data, context and tensor axis as one."""
@@ -177,18 +180,16 @@ def parameter_layout(
 def _stages_of(
     spec: ModelSpec, names: Iterable[str], stage_layers: Sequence[Sequence[int]]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the pipeline stages that have each parameter: by default the last one, with final norm and head."""
-    last = len(stage_layers) - 1
-    stages: dict[str, tuple[int, ...]] = dict.fromkeys(names, (last,))
+    """Returns the pipeline stages that have each parameter."""
+    stages = {name: end_stages(name, spec, len(stage_layers)) for name in names}
     for stage, layers in enumerate(stage_layers):
         prefixes = tuple(layer_prefix(layer) for layer in layers)
-        stages |= {name: (stage,) for name in stages if prefixes and name.startswith(prefixes)}
-    count = len(stage_layers)
-    return stages | {name: end_stages(name, spec, count) for name in (EMBEDDING, MAPPING_IN) if name in stages}
+        stages |= {name: (stage,) for name in stages if name.startswith(prefixes)}
+    return stages
 
 
 def end_stages(name: str, spec: ModelSpec, count: int) -> tuple[int, ...]:
-    """Returns which of `count` pipeline stages have a parameter outside of layers."""
+    """Returns which of `count` pipeline stages have a parameter outside of layers, or one of an MTP module."""
     last = count - 1
     if name == EMBEDDING:
         if last and (spec.mtp_modules or spec.tied):  # the modules look tokens up on the last stage
