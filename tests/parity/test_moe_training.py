@@ -179,8 +179,8 @@ class TwoAlike:
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         return np.stack([array, array])
 
-    def all_reduce(self, array: np.ndarray) -> np.ndarray:
-        return array * 2
+    def all_reduce_into(self, array: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return np.multiply(array, 2, out=out)
 
 
 @NATIVE
