@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO
 
@@ -155,3 +157,34 @@ def missing_path_reason(path: str | Path) -> str:
     except (OSError, ValueError) as error:
         return f"cannot be reached ({getattr(error, 'strerror', None) or error})"
     return ""
+
+
+def missing_path_fix(path: str | Path, fix: str) -> str:
+    """Returns what to do about a path that does not exist: the existing path that it is most like, or else `fix`."""
+    guess = _similar_path(Path(os.path.expanduser(path)))
+    if guess is None:
+        return fix
+    return f"you probably mean {guess}"
+
+
+def _similar_path(path: Path) -> Path | None:
+    """Returns the path with its first missing name replaced by one that is there and has the same numbers; or None."""
+    present = path
+    missing: list[str] = []
+    while not os.path.lexists(present) and present != present.parent:
+        missing.insert(0, present.name)
+        present = present.parent
+    if not missing:
+        return None
+    try:
+        names = os.listdir(present)
+    except OSError:
+        return None
+    name = missing[0]
+    numbers = re.findall(r"\d+", name)  # step-00000050 is no misspelt step-00000100
+    guesses = get_close_matches(name, [other for other in names if re.findall(r"\d+", other) == numbers], n=1)
+    for guess in guesses:
+        similar = present.joinpath(guess, *missing[1:])
+        if similar.exists():
+            return similar
+    return None

@@ -130,6 +130,7 @@ DATA = (
     line("batch larger than the data", "batch_size: 4", "batch_size: 999", "batch_size = 999", "fewer than one batch"),
     Case("token beyond the vocabulary", ("run.yaml:9", "vocab_size = 257", "beyond the model's vocabulary", "Fix: "),
          "data_loader:\n", "tokenizer: {type: huggingface, path: {home}/tokenizer}\n  data_loader:\n"),
+    flag("a split out of bounds alone", "--do_eval --train_dataset.held_out 1.5", "error: flag --train", "less than 1"),
     flag("evaluation data not there", f"--do_eval {_NO_FOLDER}", "flag --eval_dataset_dir", "does not exist"),
     flag("the same in a run that evaluates", f"--run_mode eval --load_checkpoint {{home}}/good {_NO_FOLDER}",
          "flag --eval_dataset_dir", "does not exist"),

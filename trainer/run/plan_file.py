@@ -26,7 +26,7 @@ from trainer.config.checks.problem import (
     rename_keys,
     separate_errors,
 )
-from trainer.config.checks.rules import rule_problems, run_problems
+from trainer.config.checks.rules import NO_EVALUATION_DATA, rule_problems, run_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
@@ -150,7 +150,7 @@ def plan_file(
         not_implemented = [each for each in backend_problems if each.error.rule not in degree_rules]
         missing_paths = [each for each in problems if each.is_absent]
     model = config.source.name(_MODEL)
-    problems = [*_without_explained_sizes(problems, known_errors, model), *backend_problems]
+    problems = [*_without_explained(problems, known_errors, model), *backend_problems]
     if not_implemented:  # then the backend has not checked the degrees
         problems += degree_problems
 
@@ -209,11 +209,17 @@ def _sections_read(config: Config) -> list[str]:
     return [name for name in reads if reads[name] and getattr(config, name) is not None]
 
 
-def _without_explained_sizes(
+def _without_explained(
     problems: list[ConfigError], known_errors: Sequence[ConfigError], model: str
 ) -> list[ConfigError]:
-    """Leaves out that sizes of the model are missing, if a known error may be why; `model` names their section."""
+    """Leaves out that sizes of the model or evaluation data are missing, if a known error may be why.
+
+    Args:
+        model: The name of the section that has the sizes.
+    """
     keys = [each.error.key for each in known_errors]
+    if "train_dataset.held_out" in keys:
+        problems = [each for each in problems if each.error.rule != NO_EVALUATION_DATA]
     if "model" in keys:  # it is no section
         return [each for each in problems if each.error.key != model]
     if any(key.startswith("model.") for key in keys):

@@ -102,6 +102,7 @@ def test_a_mistake_in_the_yaml_names_its_line_and_a_fix(text, line, rule):
 
 def test_a_file_that_cannot_be_read_is_one_message(tmp_path):
     assert "does not exist" in failure(lambda: load_config(str(tmp_path / "none.yaml")))
+    assert "Fix: correct the path." in failure(lambda: load_config(str(tmp_path / "none.yaml")))
     assert "is a directory" in failure(lambda: load_config(str(tmp_path)))
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"seed: 1\nname: \xff\xfe\n")
@@ -193,3 +194,23 @@ def test_an_ellipsis_within_text_stays():
 
 def test_lines_stay_right_behind_an_ellipsis():
     assert "a.yaml:3: runner_config.epoch:" in error_of("runner_config:\n  ...\n  epoch: 3\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [
+        ("configs/quikstart.yaml", "configs/quickstart.yaml"),
+        ("confgs/quickstart.yaml", "configs/quickstart.yaml"),
+        ("confgs/quikstart.yaml", ""),  # one name is corrected, not two
+        ("configs/part-2.yaml", ""),  # another number is another file
+        ("configs/prt-1.yaml", "configs/part-1.yaml"),
+    ],
+)
+def test_a_misspelt_path_is_told_the_one_that_is_there(tmp_path, monkeypatch, name, guess):
+    (tmp_path / "configs").mkdir()
+    for each in ("quickstart.yaml", "part-1.yaml"):
+        (tmp_path / "configs" / each).write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    message = failure(lambda: load_config(name))
+    assert (f"Fix: you probably mean {guess}." in message) == bool(guess)
+    assert ("Fix: correct the path: it is relative to" in message) != bool(guess)

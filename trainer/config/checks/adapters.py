@@ -14,7 +14,7 @@ from trainer.config.layer_ranges import all_layers, layer_text
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.schema.adapter import ModuleNames, PetConfig, ends_with
 from trainer.config.schema.root import Config
-from trainer.input_files import missing_path_reason
+from trainer.input_files import missing_path_fix, missing_path_reason
 from trainer.models.spec.adapters import (
     SECTION,
     TARGETS_KEY,
@@ -191,6 +191,7 @@ def adapter_file_problems(config: Config) -> Iterator[ConfigError]:
     path = config.adapter_id
     if path and not os.path.exists(os.path.expanduser(path)):
         fix = "name a folder with adapter_model.safetensors, or the checkpoints of a training with pet_config"
+        fix = missing_path_fix(path, fix)
         rule = f"the path {missing_path_reason(os.path.expanduser(path))}"
         yield problem(config, "adapter_id", rule, fix)._replace(is_absent=True)
     elif not config.trains and config.has_adapters and not path:

@@ -20,10 +20,13 @@ from trainer.config.schema.data import TokenizerConfig
 from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import Config
 from trainer.config.schema.runner import LossScaleSection
-from trainer.input_files import SPECIAL, is_special, links_out_of, missing_path_reason, unwritable_reason
+from trainer.input_files import (
+    SPECIAL, is_special, links_out_of, missing_path_fix, missing_path_reason, unwritable_reason,
+)  # fmt: skip
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
+NO_EVALUATION_DATA = "there is no evaluation data"
 _REMOVE_ONE = "remove one of the two"
 _MODEL = "model.model_config"
 _ADDED_TO = ("checkpoints", "logs", "profile", "tokens", "trackers", "metrics.jsonl", "samples.jsonl")
@@ -167,6 +170,7 @@ def _weights(config: Config) -> Iterator[ConfigError]:
     resumes = mode == "finetune" and config.resume_training is not False and not config.has_adapters
     if not _exists(config.load_checkpoint):
         fix = "name a checkpoint folder (output/checkpoints/step-...) or a .safetensors file"
+        fix = missing_path_fix(config.load_checkpoint, fix)
         rule = f"the path {missing_path_reason(os.path.expanduser(config.load_checkpoint))}"
         yield problem(config, "load_checkpoint", rule, fix)._replace(is_absent=True)
     elif mode != "train" and not config.load_checkpoint and not resumes and not starts_anew(config):
@@ -205,7 +209,7 @@ def _evaluation_data(config: Config) -> Iterator[ConfigError]:
 def evaluation_data_error(config: Config, key: str) -> ConfigError:
     """Returns the error for a key that asks for an evaluation without data."""
     fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
-    return problem(config, key, "there is no evaluation data", fix)
+    return problem(config, key, NO_EVALUATION_DATA, fix)
 
 
 def _tasks(config: Config, world: World) -> Iterator[ConfigError]:

@@ -22,7 +22,7 @@ from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import Activation, ModelConfig, RopeScaling
 from trainer.config.schema.moe import MoEConfig
 from trainer.errors import UserError, value_text
-from trainer.input_files import path_error
+from trainer.input_files import missing_path_fix, path_error
 
 KEY = "pretrained_model_dir"
 _ARCH = "model.arch.type"
@@ -94,7 +94,8 @@ def add_model_folder(resolved: Resolved, key: str = KEY) -> None:
         rule = "there is no such folder"
         if folder.exists():
             rule = "is a file, not a folder"
-        resolved.problems.append(problem_at(place, key, rule, _FIX, name)._replace(is_absent=not folder.exists()))
+        fix = missing_path_fix(folder, _FIX)
+        resolved.problems.append(problem_at(place, key, rule, fix, name)._replace(is_absent=not folder.exists()))
         return
     facts = _model(_read_json(folder / "config.json", place, name, key), f"{folder}/config.json", resolved)
     _report_contradictions(resolved, facts)

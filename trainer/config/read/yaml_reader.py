@@ -25,7 +25,7 @@ from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, expanded_size, is_null
 from trainer.errors import UserError, shorten_repr, working_directory
-from trainer.input_files import read_bytes
+from trainer.input_files import missing_path_fix, read_bytes
 
 _TAG = "tag:yaml.org,2002:"
 # The largest files of MindSpore Transformers have 300 values in 6 levels.
@@ -359,6 +359,7 @@ def read_text(path: str) -> str:
         fix = "correct the path"
         if not os.path.isabs(path):
             fix += f": it is relative to {working_directory()}"
+        fix = missing_path_fix(path, fix)
         raise UserError("the configuration file does not exist", where=path, fix=fix) from None
     except IsADirectoryError:
         raise UserError("the configuration file is a directory", where=path, fix=example) from None

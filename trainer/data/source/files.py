@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.errors import UserError, working_directory
+from trainer.input_files import missing_path_fix
 
 STDLIB = "stdlib"
 _COMPRESSIONS = (".gz", ".zst")
@@ -149,7 +150,7 @@ def describe_file(path: Path, key: str, where: str) -> SourceFile:
         rule = "the path does not exist"
         if os.path.islink(path):
             rule = "a link to a file that is gone"
-        fix = f"correct the path; relative paths start at {working_directory()}"
+        fix = missing_path_fix(path, f"correct the path; relative paths start at {working_directory()}")
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None
     except (OSError, ValueError) as error:
         raise unreadable_error(path, error, key, where) from None
