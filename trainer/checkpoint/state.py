@@ -23,8 +23,10 @@ from trainer.checkpoint.hugging_face import class_on_disk
 from trainer.checkpoint.json_models import DataLayout, RunState, read_base, read_run_state
 from trainer.checkpoint.mindformers.folders import find_source
 from trainer.checkpoint.store import (
+    MOST_OFFERED,
     OPTIMIZER,
     Checkpoint,
+    complete_checkpoints,
     damaged_checkpoint,
     errors_at,
     find_checkpoint,
@@ -227,7 +229,9 @@ def checkpoint_to_resume(config: Config) -> Path:
         named = resolve_best_link(folder / config.resume_training)
         if not named.is_dir():
             rule = f"there is no such checkpoint in {folder}"
-            fix = "name an existing folder, or use --resume_training alone for the newest complete one"
+            fix = "use --resume_training alone for the newest complete one"
+            if names := [path.name for path in complete_checkpoints(folder)]:
+                fix = f"name one that is there ({', '.join(names[-MOST_OFFERED:])}), or {fix}"
             raise UserError(rule, where=where, key=_KEY, value=config.resume_training, fix=fix)
         return named
     if not folder.exists():

@@ -31,7 +31,7 @@ import numpy as np
 import safetensors
 
 from trainer.errors import UserError
-from trainer.input_files import read_bytes
+from trainer.input_files import missing_path_fix, read_bytes
 from trainer.parallel.sharding import Shard, ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.interleaved_experts import QUANTIZED
@@ -54,6 +54,8 @@ INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", BFLOAT16)
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 _OFFERED = re.compile(r"use (.+?), (the [^,()]+) \(--resume_training [^)]+\)")
+MOST_OFFERED = 5
+"""Checkpoints that the fix of an error names."""
 _GENERAL_KEYS = ("", "checkpoint", "load_checkpoint")
 """The keys of errors whose readers do not know which setting names the file."""
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
@@ -117,7 +119,7 @@ def find_checkpoint(path: Path) -> Path:
     try:
         path = resolve_best_link(path)
         if not path.exists():
-            raise UserError("there is no such checkpoint", key="checkpoint", value=str(path), fix="check the path")
+            raise missing_checkpoint(path)
         if is_step_folder(path) or (path / STATE).exists():
             return path
         newest = _newest_readable(path) or _newest_readable(path / "checkpoints")
@@ -133,12 +135,30 @@ def find_checkpoint(path: Path) -> Path:
         fix = "name a .safetensors file, or a folder such as output/checkpoints/step-00000100"
         raise UserError(f"is {kind}, not a checkpoint", key="checkpoint", value=str(path), fix=fix)
     rule = "the folder holds no complete checkpoint"
-    fix = "name a folder such as output/checkpoints/step-00000100"
+    fix = _offer(path)
     if renamed := [*_renamed(path / "checkpoints"), *_renamed(path)]:
         newest, marker = renamed[-1]
         rule = f"{rule} under the name of its step, but {newest}"
         fix = f"rename it to {step_folder_name(marker.step)}, or name it"
     raise UserError(rule, key="checkpoint", value=str(path), fix=fix)
+
+
+def missing_checkpoint(path: Path, where: str = "") -> UserError:
+    """Returns the error for a path of a checkpoint that does not exist; its fix names what is there."""
+    fix = missing_path_fix(path, _offer(path.parent))
+    return UserError("there is no such checkpoint", where=where, key="checkpoint", value=str(path), fix=fix)
+
+
+def _offer(folder: Path) -> str:
+    """Returns a fix that names checkpoints of a folder, those saved last, or folders of runs in it."""
+    offered: list[Path] = []
+    with contextlib.suppress(OSError):
+        offered = complete_checkpoints(folder) or complete_checkpoints(folder / "checkpoints")
+        runs = [run for run in folder.iterdir() if complete_checkpoints(run / "checkpoints")]
+        offered = offered or sorted(runs, key=lambda run: (run / "checkpoints").stat().st_mtime_ns)
+    if not offered:
+        return "name a folder such as output/checkpoints/step-00000100"
+    return f"name one that is there: {', '.join(map(str, offered[-MOST_OFFERED:]))}"
 
 
 def _newest_readable(folder: Path) -> Path | None:
@@ -237,7 +257,7 @@ def read_checkpoint(
         UserError: It is missing, incomplete, damaged, unreadable, or lacks a part.
     """
     if not path.is_dir():
-        raise UserError("there is no such checkpoint", key="checkpoint", value=str(path), fix="check the path")
+        raise missing_checkpoint(path)
     marker = _complete_marker(path)
     state = _read_state(path, marker)
     files = _files_of_parts(path, marker)

@@ -16,6 +16,7 @@ from trainer.checkpoint.mindformers.names import SourceTensor, convert_weights, 
 from trainer.checkpoint.store import (
     ENDING,
     INDEX,
+    STATE,
     errors_at,
     fallback_fix,
     find_checkpoint,
@@ -316,10 +317,13 @@ def read_weights(path: Path, *, numbers: bool = True, world: World = SINGLE_PROC
             weights |= stored
             file_of |= dict.fromkeys(stored, file)
         return weights
+    if (path / "config.json").is_file() and not (path / STATE).exists():
+        rule = "the folder of Hugging Face has no weights: no *.safetensors"
+        raise UserError(rule, value=str(path), fix="copy the files of the weights into it, or name another folder")
     checkpoint = find_checkpoint(path)
     if (checkpoint / "adapter_model.safetensors").exists():
         rule = "the checkpoint contains adapters, not the weights of a model"
-        fix = "give it as --adapter_id, and their base as --load_checkpoint"
+        fix = "give it as --adapter_id and their base as --load_checkpoint, or merge them: export --adapter FOLDER"
         raise UserError(rule, value=str(checkpoint), fix=fix)
     return read_checkpoint(checkpoint, ("model",), checksums=numbers, world=world).tensors["model"].arrays()
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainer.checkpoint.adapters import PART
 from trainer.checkpoint.hugging_face import chat_template_of
-from trainer.checkpoint.store import find_checkpoint, resolve_best_link
+from trainer.checkpoint.store import find_checkpoint, missing_checkpoint, resolve_best_link
 from trainer.config import Override, load_config, parse_config
 from trainer.data import load_tokenizer
 from trainer.device.stop_signals import StopSignals
@@ -142,7 +142,7 @@ def checkpoint_config(
     where = "argument CHECKPOINT"
     path = resolve_best_link(user_path(name, where))
     if not path.exists():
-        raise UserError("there is no such checkpoint", where=where, value=name, fix="check the path")
+        raise missing_checkpoint(path, where)
     key = "load_checkpoint"
     is_model_folder = (path / "config.json").is_file()
     if is_model_folder and config is None and not ((path / MARKER).exists() and find_run_config(path)):

@@ -17,6 +17,7 @@ from test_joined_names import golden as golden_of_family
 from trainer.checkpoint.tensor_names import disk_slices, to_disk
 from trainer.checkpoint.weights import CheckedWeights, fitting_weights, read_weights
 from trainer.config.schema.model import ModelConfig
+from trainer.errors import UserError
 from trainer.models.spec import init
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import Init, ParameterSpec
@@ -173,3 +174,9 @@ def test_the_tensor_that_is_not_finite_is_named_whatever_part_is_read() -> None:
     for parts in (None, {"stack": upper._replace(shard=Shard((0, 2, 0), (2, 2, 3)))}):
         with pytest.raises(Exception, match="not finite: second has NaN"):
             weights.read(parts)
+
+
+def test_a_folder_of_hugging_face_without_weights_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="the folder of Hugging Face has no weights: no \\*.safetensors"):
+        read_weights(tmp_path)

@@ -195,6 +195,9 @@ def test_find_checkpoint_says_what_is_wrong(tmp_path: Path) -> None:
         store.find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match="checkpoint = .*the folder holds no complete checkpoint"):
         store.find_checkpoint(tmp_path)
+    save(tmp_path / "run" / "checkpoints", 4)
+    with pytest.raises(UserError, match="no complete checkpoint.\n  Fix: name one that is there: .*/run."):
+        store.find_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="checkpoint = .*pipe.*: is a pipe, a socket or a device, not a check"):
         store.find_checkpoint(tmp_path / "pipe")

@@ -155,8 +155,12 @@ def test_a_sampling_rule_turns_sampling_on(output: Path) -> None:
 
 
 def test_a_checkpoint_that_is_not_there_or_has_no_configuration(output: Path, tmp_path: Path) -> None:
-    assert "there is no such checkpoint" in failure(lambda: config_of(tmp_path / "nowhere"))
-    assert "holds no complete checkpoint" in failure(lambda: config_of(tmp_path))
+    message = failure(lambda: config_of(tmp_path / "nowhere"))
+    assert "there is no such checkpoint" in message and f"name one that is there: {output}" in message
+    message = failure(lambda: config_of(tmp_path))
+    assert "holds no complete checkpoint" in message and f"name one that is there: {output}" in message
+    message = failure(lambda: config_of(output / "checkpoints" / "step-00000099"))
+    assert f"name one that is there: {output / 'checkpoints'}/step-0000000" in message
     os.rename(output / "config.yaml", output / "other.yaml")
     message = failure(lambda: config_of(output))
     assert "there is no config.yaml of a run beside the checkpoint" in message and "--config FILE" in message
