@@ -24,7 +24,7 @@ from trainer.data.tokens.chat_template import ALL
 from trainer.data.tokens.encode import encode_samples
 from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_SIGTERM, UserError
-from trainer.input_files import is_special, open_file
+from trainer.input_files import is_special, missing_path_fix, open_file
 from trainer.launch import heartbeat
 from trainer.monitors.files import atomic_file, write_failure
 from trainer.parallel.world import SINGLE_PROCESS
@@ -80,16 +80,21 @@ def read_prompts(config: Config) -> list[Prompt]:
     conversation under `messages` instead. Any other file has a prompt on each line.
 
     Raises:
-        UserError: The file is not there, has no prompt, cannot be read, or has a line of another form.
+        UserError: The file is not there, is not the only one, has no prompt, cannot be read, or has a line of another
+            form.
     """
     where = config.source.where("predict_data")
     if isinstance(config.predict_data, str):
         texts = [config.predict_data]
     else:
         texts = list(config.predict_data or ())
-    if len(texts) == 1 and texts[0].endswith(".jsonl") and not _is_file(texts[0]):
-        fix = "correct the path"
-        raise UserError("the file does not exist", where=where, key="predict_data", value=texts[0], fix=fix)
+    for name in filter(_names_file, texts):
+        if len(texts) > 1:
+            rule = "a file of prompts stands alone"
+            raise UserError(rule, where=where, key="predict_data", value=name, fix="put all prompts into one file")
+        if not _is_file(name):
+            fix = missing_path_fix(name, "correct the path")
+            raise UserError("the file does not exist", where=where, key="predict_data", value=name, fix=fix)
     if len(texts) != 1 or not _is_file(texts[0]):
         return [_prompt(config, text, where) for text in texts]
     path = texts[0]
@@ -113,6 +118,11 @@ def read_prompts(config: Config) -> list[Prompt]:
             fix = 'write {"prompt": "..."} on a line'
         raise UserError("the file has no prompt", where=where, key="predict_data", value=path, fix=fix)
     return prompts
+
+
+def _names_file(text: str) -> bool:
+    """Returns whether a text is the name of a file of prompts rather than a prompt, whether the file exists or not."""
+    return text.endswith(".jsonl") or (text.endswith(".txt") and not any(map(str.isspace, text)))
 
 
 def _prompt(config: Config, text: str, where: str) -> Prompt:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from config_helpers import BASE, load
+from config_helpers import BASE, failure, load
 
 from trainer.errors import UserError
 from trainer.run.predict import read_prompts
@@ -28,3 +28,17 @@ def test_a_pipe_is_neither_waited_for_nor_a_prompt(tmp_path: Path, name: str):
     os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match="the file of prompts cannot be read .*a pipe, a socket or a device"):
         read_prompts(load(BASE, "run_mode=predict", f"predict_data={tmp_path / name}"))
+
+
+def test_a_file_that_is_not_there_is_no_prompt(tmp_path: Path):
+    (tmp_path / "prompts.txt").write_text("one\n")
+
+    def message(*texts: str) -> str:
+        names = ", ".join(json.dumps(text) for text in texts)
+        return failure(lambda: read_prompts(load(BASE, "run_mode=predict", f"predict_data=[{names}]")))
+
+    assert f"you probably mean {tmp_path / 'prompts.txt'}" in message(str(tmp_path / "promts.txt"))
+    assert "the file does not exist" in message("nowhere.txt") and "does not exist" in message("no where.jsonl")
+    assert "a file of prompts stands alone" in message(str(tmp_path / "prompts.txt"), "one")
+    prompts = read_prompts(load(BASE, "run_mode=predict", 'predict_data=["open notes.txt", "one"]'))
+    assert [prompt.text for prompt in prompts] == ["open notes.txt", "one"]
