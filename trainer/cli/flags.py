@@ -168,18 +168,23 @@ class _Reader:
 
 
 def split_arguments(
-    argv: Sequence[str], command_flags: Collection[str] = ("--help",), command_options: Collection[str] = ()
+    argv: Sequence[str],
+    command_flags: Collection[str] = ("--help",),
+    command_options: Collection[str] = (),
+    read_before: Collection[str] = (),
 ) -> Arguments:
     """Takes a command line apart.
 
     Args:
         command_flags: Switches of the command itself: they stay in ``rest``.
         command_options: Options of the command with a value: they stay there, too.
+        read_before: Names of flags that the caller has read already, for the fix of an unknown flag.
 
     Raises:
         UserError: An unknown flag (with the nearest one), or a missing value.
     """
-    reader = _Reader(list(argv), [flag.removeprefix("--") for flag in (*command_flags, *command_options)])
+    names = [flag.removeprefix("--") for flag in (*command_flags, *command_options)]
+    reader = _Reader(list(argv), [*names, *read_before])
     while reader.tokens:
         token = reader.tokens.pop(0)
         if not token.startswith("--") or token in command_flags:

@@ -200,6 +200,7 @@ _OPTIONS: Mapping[str, _Option] = {
     "script": _Option("FILE", "A Python file to run instead of run_trainer.py.", lambda where, name: find_script(name)),
 }
 _SWITCHES = ("elastic", "force")
+OPTION_NAMES = (*_OPTIONS, *_SWITCHES)
 HELP: Mapping[str, tuple[str, str]] = {name: (option.metavar, option.help) for name, option in _OPTIONS.items()}
 """By name of the option: the placeholder of its value, and what it does."""
 

@@ -20,7 +20,7 @@ from trainer.config import Config, load_config
 from trainer.device.doctor import available_memory_bytes
 from trainer.errors import UserError
 from trainer.input_files import require_new, user_path
-from trainer.launch.arguments import LaunchOptions, visible_devices
+from trainer.launch.arguments import OPTION_NAMES, LaunchOptions, visible_devices
 from trainer.launch.job import RestartPlan
 from trainer.launch.msrun import listen_error
 from trainer.launch.restart import make_restart_plan
@@ -184,13 +184,16 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
     if options.arguments[:1] == ("trace",):
         values = TRACE_VALUES
         switches = TRACE_SWITCHES
-    arguments = split_arguments(options.arguments, switches, values)
+    arguments = split_arguments(options.arguments, switches, values, OPTION_NAMES)
     command = [word for word in arguments.rest if word != "train"]
     if command and not values:
         rule = "only trainings, evaluations, predictions and traces run on several ranks"
         fix = "leave `launch` out"
         if command[0] == "plan":
             fix = "write `plan --ranks 8` to plan a job"
+        if command[0].endswith((".yaml", ".yml")):
+            rule = "the YAML file comes after --config"
+            fix = f"write --config {command[0]}"
         raise UserError(rule, where="launch", key=command[0], fix=fix)
     if arguments.config is None:
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")

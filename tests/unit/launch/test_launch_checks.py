@@ -171,6 +171,8 @@ def test_sharing_the_optimizer_state_lets_more_workers_in(options: LaunchOptions
         ((), ["--config: a run needs its YAML file"]),
         (("--config", "/nowhere.yaml"), ["/nowhere.yaml"]),
         (("--config", QUICKSTART, "--epoch", "3"), ["--epoch"]),
+        (("--config", QUICKSTART, "--nporc", "2"), ["--nporc: unknown flag", "you probably mean --nproc"]),
+        ((QUICKSTART,), ["the YAML file comes after --config", f"write --config {QUICKSTART}"]),
         (("--config", QUICKSTART, "--use_parallel", "False"), ["use_parallel = false: the job has 4 ranks"]),
         (("--config", QUICKSTART, "--parallel_config.context_parallel", "2",
           "--parallel_config.context_parallel_algo", "hybrid_cp", "--parallel_config.ulysses_degree_in_cp", "3"),
