@@ -153,6 +153,16 @@ def test_a_wrong_override_names_its_flag(pair, parts):
     assert all(part in message for part in parts), message
 
 
+def test_a_value_in_place_of_a_list_is_told_how_one_is_written():
+    message = failure(lambda: load(BASE, "optimizer.betas=0.9"))
+    assert "optimizer.betas = 0.9: must be a list" in message and "write a list, for example [0.9, 0.999];" in message
+
+
+def test_a_misspelt_type_is_told_the_nearest_name_also_a_second_one():
+    message = failure(lambda: load(BASE, "lr_schedule.type=cosin"))
+    assert "lr_schedule.type = 'cosin': unknown type" in message and "you probably mean cosine." in message
+
+
 def test_an_index_into_an_empty_list():
     assert "valid: the list is empty" in error_of("seed: 1\n", "callbacks.0.type=MFLossMonitor")
     assert "valid: only index 0" in error_of("callbacks: [{type: MFLossMonitor}]\n", "callbacks.1.per_print_times=2")

@@ -15,7 +15,7 @@ from trainer.config.read.model_folder import CAUSAL
 from trainer.config.read.relocate import fields_at
 from trainer.config.schema.fields import default_text, fix_of, shape_of, types_of
 from trainer.config.schema.root import Config, ConfigSource
-from trainer.errors import shorten_repr
+from trainer.errors import shorten_repr, value_text
 
 _KINDS = {
     "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "bool_type": "true or false",
@@ -180,6 +180,11 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any, source: ConfigSour
     if bounded := [item for item in items if item["type"] in _BOUNDS]:
         return f"write {_allowed(field, bounded[0], default)}; {text}"
     kinds = [_KINDS.get(item["type"], "") for item in items]
+    if kinds == ["a list"] and not isinstance(value, dict):
+        example = [value]
+        if field is not None and (usual := field.get_default(call_default_factory=True)):
+            example = list(usual)
+        return f"write a list, for example {value_text(example)}; {text}"
     if field is None or not set(kinds) <= {"an integer", "a number", "true or false", "a string"}:
         return text
     fix = f"write {one_of(list(dict.fromkeys(kinds)))}"

@@ -302,7 +302,7 @@ def _typed_section(table: Table, kinds: tuple[type[Section], ...], path: _Path, 
     by_type = {name: kind for kind in kinds for name in types_of(kind)}
     if isinstance(name, str) and name in by_type:
         return {"type": name, **_section(table, by_type[name], path, resolved)}
-    guess = nearest(str(name or ""), list(by_type))
+    guess = nearest(str(name or ""), [*by_type, *other_names])
     fix = "write one of these"
     if guess:
         fix = f"you probably mean {guess}"
