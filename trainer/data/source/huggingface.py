@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config.checks.problem import data_error
+from trainer.config.checks.problem import data_error, nearest, one_of
 from trainer.config.schema.data import HuggingFaceLoader
 from trainer.errors import UserError, working_directory
 
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 _BUILDERS = ("json", "parquet", "arrow")
 """Values of `path` that name a format instead of a folder."""
 _OTHER_BUILDERS = ("csv", "text", "xml", "webdataset", "imagefolder", "audiofolder")
+_STEPS = {
+    "take": "n, a whole number above 0",
+    "rename_column": "original_column_name and new_column_name",
+    "AlpacaInstructDataHandler": "",
+    "PackingHandler": "a pack_strategy, which is pack or truncate",
+}
+"""The steps of processing that are applied, or done in any case, with what each needs."""
 _RENAMED = ("original_column_name", "new_column_name")
 _DOWNLOAD = "download it (hf download --repo-type dataset NAME --local-dir FOLDER), and set path to the folder"
 
@@ -88,6 +95,9 @@ def _data_files(config: Config, section: str) -> list[str]:
     folder = loader.data_dir or ""
     if not folder and loader.path not in _BUILDERS:
         folder = loader.path
+        if folder and not os.path.isdir(os.path.expanduser(folder)) and (guess := nearest(folder, _BUILDERS)):
+            rule = f"is neither a folder nor a format, {one_of(_BUILDERS)}"
+            raise data_error(config, f"{section}.data_loader.path", rule, f"you probably mean {guess}")
     if isinstance(names, str):
         names = [names]
     paths: list[str] = []
@@ -121,12 +131,22 @@ def _read_handlers(
             _check_alpaca(config, section, handler, key, where)
             notes.append(f"{key} {kind}: instructions take the form in docs/data.md, not its wording.")
         elif kind != "PackingHandler" or handler.get("pack_strategy", "pack") not in ("pack", "truncate"):
-            fix = "process the data set first (datasets' save_to_disk), and name the folder"
-            raise UserError("this processing is not built", where=where, key=key, value=kind, fix=fix)
+            raise _step_error(kind, key, where)
         elif handler.get("pack_strategy") == "truncate" and getattr(config, section).packing != "cut":
             rule = "pack_strategy truncate cuts samples at the end of a sequence, and packing is not cut"
             raise UserError(rule, where=where, key=key, fix=f"set {section}.packing to cut, or pack_strategy to pack")
     return columns, limit, tuple(notes)
+
+
+def _step_error(kind: str, key: str, where: str) -> UserError:
+    """Returns the error for a step of processing that is not known, or lacks what it needs."""
+    if kind in _STEPS:
+        return UserError(f"needs {_STEPS[kind]}", where=where, key=key, value=kind, fix="complete the step")
+    fix = "process the data set first (datasets' save_to_disk), and name the folder"
+    if guess := nearest(kind, list(_STEPS)):
+        fix = f"you probably mean {guess}; or {fix}"
+    rule = f"is none of the steps that are known here: {one_of(list(_STEPS))}"
+    return UserError(rule, where=where, key=key, value=kind, fix=fix)
 
 
 def handler_steps(handlers: list[dict[str, Any]] | Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -174,7 +174,10 @@ def _mismatch(sample: Sample, answered: Sample) -> Sample:
     if sample.messages is None and answered.messages is None:
         return sample._replace(text=answered.text)
     if sample.messages is None or answered.messages is None:
-        rule = f"its prompt is text and that of {answered.where} a list of messages, or the reverse"
+        forms = ["text", "a list of messages"]
+        if sample.messages is not None:
+            forms.reverse()
+        rule = f"its prompt is {forms[0]}, that of {answered.where} {forms[1]}: kto joins prompts with other answers"
         raise UserError(rule, where=sample.where, fix="write all records in the same form")
     messages = sample.messages[: sample.prompt_turns] + answered.messages[answered.prompt_turns :]
     return sample._replace(messages=messages)

@@ -48,6 +48,7 @@ _CONFIG_FILE = "tokenizer_config.json"
 _DEFAULT = "default"
 _TOOL_USE = "tool_use"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 # ChatML for a tokenizer that has no token for the end of a turn: the assistant's turns end with the end token.
 _CHATML_WITH_EOS = """\
@@ -245,6 +246,9 @@ class ChatTemplate:
                 at = f"line {line} of it: "
             rule = f"the chat template ({self.name}) fails on this conversation ({at}{type(error).__name__}: {error})"
             fix = "change the conversation, or set train_dataset.chat_template to another template"
+            if lacking := [name for name in _SPECIAL if f"'{name}' is undefined" in str(error)]:
+                rule = f"the chat template ({self.name}) needs a {lacking[0]}, which the tokenizer lacks"
+                fix = "use a tokenizer that has one, or set train_dataset.chat_template to another template"
             if isinstance(error, TypeError) and _has_arguments_as_object(messages):
                 fix = f"write `arguments` of the tool calls as a JSON string, which this template may want; or {fix}"
             raise _Refused(rule, where=where, fix=fix) from None

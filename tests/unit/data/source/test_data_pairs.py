@@ -304,7 +304,9 @@ def test_labelled_records_that_do_not_fit_together(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="all 2 records have the same prompt"):
         labelled_dataset(tmp_path, LABELLED, LABELLED | {"completion": "c"})
     conversation = {"prompt": [USER], "completion": [GOOD], "label": True}
-    with pytest.raises(UserError, match="its prompt is text and that of"):
+    with pytest.raises(UserError, match=r":1: its prompt is a list of messages, that of .*:2 text: kto joins"):
         labelled_dataset(tmp_path, conversation, LABELLED)
+    with pytest.raises(UserError, match=r":1: its prompt is text, that of .*:2 a list of messages: kto joins"):
+        labelled_dataset(tmp_path, LABELLED, conversation)
     with pytest.raises(UserError, match="record 2 of .* has 44 tokens with the answer to another prompt, and"):
         labelled_dataset(tmp_path, LABELLED, LABELLED | {"prompt": "?" * 20})

@@ -237,11 +237,14 @@ def test_handlers_take_records_and_rename_columns(tmp_path):
         ({"path": "{hub}", "split": "train[:10%]"}, ["has the split train, and not train[:10%]"]),
         ({"path": "json", "data_files": "{hub}/alpaca.json", "split": "train[:10%]"}, ["split = 'train[:10%]'"]),
         ({"path": "{hub}/alpaca.json", "split": "test"}, ["split = 'test'", "read whole"]),
-        ({"path": "{hub}", "handler": [{"type": "flatten"}]}, ["handler.0 = 'flatten'", "not built"]),
+        ({"path": "{hub}", "handler": [{"type": "flatten"}]}, ["handler.0 = 'flatten'", "none of the steps"]),
         ({"path": "{hub}", "handler": {"take": 5}}, ["handler.take = 5", "must be a section"]),
         ({"path": "{hub}", "handler": {"rename_column": {"original_column_name": "a", "new_column_name": []}}},
-         ["handler.0 = 'rename_column'", "not built"]),
-        ({"path": "{hub}", "handler": {"shuffle": {"seed": 1}}}, ["handler.0 = 'shuffle'", "not built"]),
+         ["handler.0 = 'rename_column'", "needs original_column_name and new"]),
+        ({"path": "{hub}", "handler": {"shuffle": {"seed": 1}}}, ["handler.0 = 'shuffle'", "none of the steps"]),
+        ({"path": "{hub}", "handler": [{"type": "tak", "n": 3}]}, ["handler.0 = 'tak'", "you probably mean take; or"]),
+        ({"path": "{hub}", "handler": [{"type": "take", "n": 0}]}, ["handler.0 = 'take'", "needs n, a whole number"]),
+        ({"path": "jsn", "data_files": "a.json"}, ["path = 'jsn'", "neither a folder nor a", "you probably mean json"]),
         ({"path": "{hub}", "handler": [{"type": "PackingHandler", "pack_strategy": "truncate"}]}, ["packing to cut"]),
         (
             {

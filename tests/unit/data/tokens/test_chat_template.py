@@ -307,6 +307,11 @@ def test_chatml_refuses_tools(more):
         chatml(ByteTokenizer()).render(messages, **more)
 
 
+def test_a_template_that_needs_a_special_token_says_which_one_the_tokenizer_lacks(tmp_path):
+    with pytest.raises(UserError, match="deepseek3. needs a bos_token, which the tokenizer lacks.\n  Fix: use a token"):
+        load(tmp_path, chat_template="deepseek3")[1].render(MULTI)
+
+
 # ---- where the template comes from -----------------------------------------------------------------------------------
 
 
