@@ -9,14 +9,16 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from launch_helpers import LIMIT_SECONDS, Launcher, call, launch
+from launch_helpers import LIMIT_SECONDS, MSRUN, PROGRAM, WORKER, Launcher, call, launch
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_HANG
+from trainer.launch.msrun import MSRUN_VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.overlapping(8), pytest.mark.xdist_group(__name__)]
 
@@ -56,6 +58,13 @@ def test_many_workers_share_few_cores(tmp_path: Path) -> None:
         assert all(len(place) == 1 for place in places)
         counts = [places.count([core]) for core in cores]
         assert max(counts) - min(counts) <= 1 and sum(counts) == 5
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_raised(tmp_path: Path) -> None:
+    words = [sys.executable, PROGRAM, "launch", "--nproc", 12, "--log_dir", "logs", "--script", WORKER, 1]
+    command = ["bash", "-c", 'ulimit -Sn 16; exec "$@"', "bash", *map(str, words)]
+    job = Launcher(tmp_path, command, {MSRUN_VARIABLE: str(MSRUN)})
+    assert job.end() == 0 and "error" not in job.errors
 
 
 def test_the_first_failure_ends_the_job_and_is_told(tmp_path: Path) -> None:

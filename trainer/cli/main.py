@@ -104,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = EXIT_RUN_FAILED
     except OSError as error:
         print(f"error: a file could not be read or written: {error}.", file=sys.stderr)
+        if error.errno == errno.EMFILE:
+            print("  Fix: let a process have more files open at once: `ulimit -n` of the shell.", file=sys.stderr)
         code = EXIT_RUN_FAILED
     except Exception:
         if is_ending():  # MindSpore makes an exception of its own of a signal's

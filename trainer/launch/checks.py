@@ -10,6 +10,7 @@ import contextlib
 import errno
 import ipaddress
 import re
+import resource
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ TRACE_VALUES = ("--output", "--steps", "--full", "--against")
 TRACE_SWITCHES = ("--help", "--force")
 """The flags of the command `trace`, with and without a value."""
 _LAST_PORT = 65_535
+_OWN_FILES = 32  # that the launcher has open beside one for each worker of its host and each other node
 _MIB = 1 << 20
 # RFC 1123: labels of letters, digits and dashes; underscores occur in the names of containers.
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?\Z")
@@ -92,6 +94,12 @@ def _check_counts(options: LaunchOptions) -> None:
         divisors = [each for each in range(1, workers + 1) if workers % each == 0]
         near = sorted(divisors, key=lambda each: abs(each - local))[:2]
         fix = f"set it to {' or '.join(map(str, sorted(near)))}, or change worker_num"
+        raise _error("local_worker_num", local, rule, fix)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    files = local + options.nodes + _OWN_FILES
+    if files > most != resource.RLIM_INFINITY:
+        rule = f"the launcher of so many workers has {files} files and sockets open, and this system allows {most}"
+        fix = f"start {max(1, most - options.nodes - _OWN_FILES)} workers or fewer on a node, or raise `ulimit -Hn`"
         raise _error("local_worker_num", local, rule, fix)
     if not 0 <= node < options.nodes:
         rule = "with all workers on one node it is 0"

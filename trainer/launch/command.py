@@ -58,7 +58,7 @@ from trainer.launch.msrun import (
     trainer_command,
 )
 from trainer.launch.pool import WorkerHandle, WorkerPool
-from trainer.launch.processes import adopt_orphans, is_alive, send_signal, worker_cores
+from trainer.launch.processes import adopt_orphans, allow_open_files, is_alive, send_signal, worker_cores
 from trainer.launch.supervisor import Supervisor, collect_signals, stop_signal
 from trainer.launch.terminal import LogTail, Screen, tail_file, tail_pipe, terminal_size
 from trainer.launch.wire import AgentMessage, ListeningSocket, wait_for_data
@@ -68,6 +68,8 @@ _RECONNECT_SECONDS = 600
 """The longest wait from the end of a node's workers until all nodes are connected for a restart. In that time node 0
 reads a checkpoint's files once."""
 _POLL_SECONDS = 0.05
+_FILES_OF_A_WORKER = 4  # sockets to it, in the launcher and in MindSpore's scheduler, with some to spare
+_FILES_OF_A_PROCESS = 256
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _HEARTBEAT = "MS_NODE_TIMEOUT"
 _HEARTBEAT_SECONDS = 3600  # how long MindSpore's scheduler waits for one
@@ -102,6 +104,7 @@ def launch(options: LaunchOptions, restart_plan: RestartPlan | None = None) -> i
         options = replace(options, master_port=SHARED_PORT)
     if not options.join:
         return _detach(options, files)
+    allow_open_files(_FILES_OF_A_WORKER * options.worker_num + _FILES_OF_A_PROCESS)
     signals: deque[int] = deque()
     with collect_signals(signals):  # also those that arrive between two starts
         code = _start_and_restart(options, files, restart_plan, signals)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -107,6 +108,15 @@ def start_session(
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
+
+
+def allow_open_files(count: int) -> None:
+    """Raises the limit of open files to `count`, or as far as this user may, for this process and those it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        count = min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def adopt_orphans() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -112,6 +113,20 @@ def test_a_job_that_can_run_is_left_alone(options: LaunchOptions, script: Path) 
 def test_values_that_cannot_be(options: LaunchOptions, changes: dict, parts: list[str]) -> None:
     message = refusal(replace(options, **changes))
     assert all(part in message for part in ("launch: ", *parts)), message
+
+
+def test_more_workers_than_files_may_be_open_are_refused(
+    options: LaunchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The soft limit counts for nothing: the launcher raises it."""
+    limits = (10, 40)
+    monkeypatch.setattr("trainer.launch.checks.resource.getrlimit", lambda kind: limits)
+    message = refusal(replace(options, worker_num=16, local_worker_num=8))
+    assert "local_worker_num = 8: the launcher of so many workers has 42 files and sockets open" in message
+    assert "this system allows 40" in message and "start 6 workers or fewer on a node" in message
+    check(options, left_bytes=64 * GIB)
+    limits = (10, resource.RLIM_INFINITY)
+    check(replace(options, worker_num=16, local_worker_num=8), left_bytes=64 * GIB)
 
 
 @pytest.mark.parametrize("devices", ["0-3", "0,,1", "0,x"])
