@@ -112,10 +112,13 @@ def test_loss_and_gradients_of_a_level(level: str, compiled: bool, right: Result
     assert model.decoder.hidden_states(model.build_inputs(BATCH)).dtype == FULL  # the residual stream
 
 
-def test_a_head_that_several_modules_use_has_no_copy() -> None:
-    """Checks that its gradient is summed over the modules in float32."""
-    for depth, dtype in ((0, HALF), (1, FULL)):
-        [leaf] = build("O1", mtp_depth=depth).decoder.compute_weights.grad_targets([HEAD])
+@pytest.mark.parametrize(
+    ("key", "name"), [("mtp_depth", HEAD), ("layers_group", "model.layers.0.self_attn.q_proj.weight")]
+)
+def test_a_matrix_that_several_products_take_has_no_copy(key: str, name: str) -> None:
+    """Checks that the gradient of a head is summed over modules, and that of attention over layers, in float32."""
+    for model, dtype in (({}, HALF), ({key: 2}, FULL)):
+        [leaf] = build("O1", **model).decoder.compute_weights.grad_targets([name])
         assert leaf.dtype == dtype
 
 

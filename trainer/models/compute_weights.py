@@ -46,7 +46,6 @@ class ModelParams:
         parameters: All parameters of the model by name.
         dtype: Dtype of the matrix products.
         specs: The descriptions of at least these parameters.
-        experts: Whether the products of experts take copies.
         shared: Names of matrices that several products take. They have no copy: its gradient would be the sum over the
             products in half precision.
 
@@ -57,8 +56,8 @@ class ModelParams:
     sharded: ShardedWeights | None = None
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], dtype: mstype.Type, specs: Mapping[str, ParameterSpec], *,
-        experts: bool = False, shared: Collection[str] = (),
+        self, parameters: Mapping[str, Parameter], dtype: mstype.Type, specs: Mapping[str, ParameterSpec],
+        shared: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.main_params = parameters
         self.dtype = dtype
@@ -66,8 +65,7 @@ class ModelParams:
         if dtype == mstype.float32:
             return
         for name, main in parameters.items():
-            spec = specs[name]
-            if spec.role == "matrix" and name not in shared and (experts or spec.sharding != "expert"):
+            if specs[name].role == "matrix" and name not in shared:
                 self.copies[name] = Parameter(main.astype(dtype), f"compute.{name}", main.requires_grad)
 
     def refresh(self, names: Iterable[str] | None = None) -> None:

@@ -23,13 +23,7 @@ from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, PassObserv
 from trainer.models.recompute import Compiled
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.init import initial_value
-from trainer.models.spec.names import (
-    EXPERT_BIAS,
-    HEAD,
-    MAPPING_IN,
-    MAPPING_OUT,
-    layer_prefix,
-)
+from trainer.models.spec.names import EXPERT_BIAS, HEAD, layer_prefix
 from trainer.models.spec.shapes import balanced_layers, base_dtypes
 from trainer.models.spec.sublayers import moe_config
 from trainer.ops.measures import metric_functions
@@ -184,12 +178,12 @@ class Decoder(DecoderForward):
         dropout = DropoutShards(settings, shard)
         self.settings = settings
         self.kernels = kernels
-        shared: Sequence[str] = ()
+        shared = []
         if self.mtp_modules:
-            shared = (HEAD, MAPPING_IN, MAPPING_OUT)  # the MTP modules use those of the main model, too
-        self.compute_weights = ModelParams(
-            self.parameters_by_name, kernels.compute_dtype, specs, experts=True, shared=shared
-        )
+            shared.append(HEAD)  # the MTP modules use that of the main model, too
+        if spec.attention_group > 1:
+            shared += [name for name in specs if ".self_attn." in name]
+        self.compute_weights = ModelParams(self.parameters_by_name, kernels.compute_dtype, specs, shared)
         self.balanced_layers = balanced_layers(settings, frozen)
         again = list(recomputed) or [""] * (self.num_layers + self.mtp_modules)
         if kernels.host_layers:
