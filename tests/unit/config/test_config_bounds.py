@@ -49,6 +49,7 @@ def chain(length: int) -> str:
           for keys in ("batch_size: 1", "sliding_window: 8, sliding_window_pattern: 2",
                        "moe_config: {mlp_only_layers: [1]}", "window_size: [7, 0], window_attn_skip_freq: 2")),
         ("model: {model_config: {hidden_size: 100000000}}", "must be at most 16777216"),
+        ("lr_schedule: {num_cycles: 1.0e+308}", "num_cycles = 1e+308: must be at most"),
         ("model: {model_config: {eos_token_id: [1, 4294967296]}}", "must be at most 2147483647"),
         ("processor: !secret {a: 1}", "the tag !secret is not supported on a list or mapping"),
         ("processor: !!set {a, b}", "the tag !!set is not supported"),

@@ -141,7 +141,7 @@ class CosineWithWarmUpLR(_WarmUpSchedule):
 
     type: Literal["CosineWithWarmUpLR"] = setting("CosineWithWarmUpLR", "Kind of schedule.")
     lr_end: float = setting(0.0, "Learning rate at the end.", ge=0)
-    num_cycles: float = setting(0.5, "Waves of the cosine; half a wave falls once.", gt=0)
+    num_cycles: float = setting(0.5, "Waves of the cosine; half a wave falls once.", gt=0, le=COUNT)
     decay_steps: int | None = setting(
         None, "Optimizer step, counted from the first of warm-up, at which the curve is cut, not compressed: from there"
         " on the learning rate is lr_end. Default null: the end of the run.", ge=1, le=COUNT)
@@ -153,7 +153,7 @@ class CosineWithRestartsAndWarmUpLR(_WarmUpSchedule):
 
     type: Literal["CosineWithRestartsAndWarmUpLR"] = setting(REQUIRED, "Kind of schedule.")
     lr_end: float = setting(0.0, "Learning rate at the end of a fall.", ge=0)
-    num_cycles: float = setting(1.0, "Falls from peak to lr_end.", gt=0)
+    num_cycles: float = setting(1.0, "Falls from peak to lr_end.", gt=0, le=COUNT)
     decay_steps: int | None = setting(
         None, "Optimizer step, counted from the first of warm-up, at which the curve is cut, not compressed: from there"
         " on the learning rate is lr_end. Default null: the end of the run.", ge=1, le=COUNT)
@@ -206,7 +206,7 @@ class ConstantWithCoolDownLR(_WarmUpSchedule):
         None, "Steps of the cosine fall. Default null: as many as the run has, so that it ends within the fall.",
         ge=1, le=COUNT)
     decay_ratio: Ratio | None = setting(None, "decay_steps as a fraction of the total steps; it wins if both are set.")
-    num_cycles: float = setting(0.5, "Waves of the cosine.", gt=0)
+    num_cycles: float = setting(0.5, "Waves of the cosine.", gt=0, le=COUNT)
     lr_end1: float = setting(0.0, "Learning rate at the end of the fall.", ge=0)
     final_steps: int = setting(0, "Optimizer steps at lr_end1 after the fall.", ge=0, le=COUNT)
     lr_end2: float | None = setting(None, "Learning rate after final_steps. Default null: lr_end1.", ge=0)
