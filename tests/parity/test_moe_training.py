@@ -353,6 +353,16 @@ def test_the_expert_bias_moves_against_the_load_once_a_step(deepseek: TinyTraine
     np.testing.assert_array_equal(deepseek.weights()[name], before)
 
 
+def test_the_expert_bias_does_not_depend_on_micro_batches(deepseek: TinyTrainer, window: list[Batch]) -> None:
+    """One of them has no loss token, but its tokens choose experts."""
+    batches = [window[0], window[1]._replace(labels=np.full_like(window[1].labels, IGNORE_INDEX))]
+    requested = []
+    for micro_batches in (batches, [join(batches, 2)]):
+        requested.append(deepseek.step()(micro_batches).routing.requested)
+    np.testing.assert_array_equal(*requested)
+    assert np.sum(requested[0]) == 2 * 2 * TOKENS
+
+
 @pytest.mark.parametrize(
     ("sections", "moved"),
     [

@@ -13,7 +13,7 @@ from numpy_kernels import assert_same_bits
 from tiny_trainer import TOKENS, TinyTrainer, make_batch
 from tolerances import decoder_limits
 
-from trainer.data import Batch
+from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.spec.sublayers import attention_spec
 
 NOPE, ROPE, VALUE, LATENT = 4, 2, 7, 8
@@ -95,10 +95,15 @@ def muon(threshold: float, **changes: object) -> dict:
 
 @pytest.mark.parametrize(("query_rank", "query"), [(10, "q_b_proj"), (None, "q_proj")])
 def test_weights_of_large_heads_are_those_of_the_paper(query_rank: int | None, query: str) -> None:
-    """A learning rate of 0 leaves the clip alone. The step after it has the threshold as its largest logits."""
+    """A learning rate of 0 leaves the clip alone. The step after it has the threshold as its largest logits.
+
+    The first micro-batch has no loss token, but the largest logits of some heads."""
     trainer = latent(query_rank)
     batches = [unrotated(1), unrotated(2)]
-    right_H = np.max([max_logits(trainer, trainer.initial, batch) for batch in batches], axis=0)
+    batches[0].labels[...] = IGNORE_INDEX
+    of_batches = [max_logits(trainer, trainer.initial, batch) for batch in batches]
+    right_H = np.max(of_batches, axis=0)
+    assert (of_batches[0] > of_batches[1]).any()
     threshold = float(np.sort(right_H)[1:3].mean())  # some heads are above it, some below
     limit = decoder_limits(trainer.model.settings, rows=2).loss
     step = trainer.step(lambda update: 0.0, optimizer=muon(threshold))

@@ -191,13 +191,15 @@ class TrainStep:
         self.load: StepExpertLoad | None = None
         if experts and experts.balances_step:
             self.load = StepExpertLoad(self.communicator.all_reduce_stage)
-        # Otherwise the ranks communicate in each micro-batch: none may skip one.
-        self.skips_empty = self.load is None and self.communicator.skips_empty and not shards_gradients
-
         self.qk_clip: QkClip | None = None
         self.max_logits: MaxLogits | None = None
         if measures_logits:
             self.measure_logits(qk_clip_threshold)
+        # Where the ranks communicate in each micro-batch, none may skip one. Expert bias and QK-clip take all tokens of
+        # the global batch into account, those without loss, too: they would depend on its division.
+        counts_all = self.load is not None or self.qk_clip is not None or (experts and experts.balance_via_topk_bias)
+        self.skips_empty = self.communicator.skips_empty and not (counts_all or shards_gradients)
+
         self.current_call: DecoderCall | None = None
         self.current_sums: LossSums | None = None
 
