@@ -1,7 +1,8 @@
 """A YAML document as a tree with lines and anchors, so that an override of an anchor reaches its aliases.
 
-An anchor and all its aliases are one node; an :class:`Entry` is one place where it is used. A change at the anchor
-changes all aliases. A change at an alias copies the node first, so that only that place changes.
+A node is a value, a list or a mapping. An anchor and all its aliases are one node; an `Entry` is one place where it is
+used. A change at the anchor changes all aliases. A change at an alias copies the node first, so that only that place
+changes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Entry:
     place: SourceLocation = NO_LOCATION
     is_alias: bool = False
 
+    def alias(self) -> Entry:
+        """Returns an alias of this entry: at its line, but that line writes the key of another section."""
+        return Entry(self.node, self.place._replace(key=""), is_alias=True)
+
 
 @dataclass(eq=False)
 class Items:
@@ -37,19 +42,20 @@ class Items:
 
 @dataclass(eq=False)
 class Table:
-    """A mapping with string keys. ``bases`` are the mappings of its merge keys (``<<``); explicit entries win."""
+    """A mapping with string keys. `bases` are the mappings of its merge keys (``<<``), of which the first wins.
+
+    Its explicit entries win over those of all bases.
+    """
 
     explicit: dict[str, Entry] = field(default_factory=dict)
     bases: list[Table] = field(default_factory=list)
 
     def entries(self) -> dict[str, Entry]:
-        """Returns all entries by key; those of the bases are marked as aliases."""
+        """Returns all entries by key; those of the bases are aliases."""
         merged: dict[str, Entry] = {}
         for base in reversed(self.bases):
-            for key, entry in base.entries().items():
-                merged[key] = Entry(entry.node, entry.place._replace(key=""), is_alias=True)
-        merged.update(self.explicit)
-        return merged
+            merged |= {key: entry.alias() for key, entry in base.entries().items()}
+        return merged | self.explicit
 
 
 Node: TypeAlias = Scalar | Items | Table
@@ -86,7 +92,7 @@ def writable_node(entry: Entry) -> Node:
     """Returns the entry's node for changes: for an alias a copy, whose children are aliases in turn."""
     node = entry.node
     if entry.is_alias:
-        aliases = {key: Entry(child.node, child.place._replace(key=""), is_alias=True) for key, child in children(node)}
+        aliases = {key: child.alias() for key, child in children(node)}
         if isinstance(node, Scalar):
             entry.node = Scalar(node.value)
         elif isinstance(node, Items):
@@ -126,7 +132,7 @@ def is_null(node: Node) -> bool:
 
 
 def find_entry(root: Table, key: str) -> Entry | None:
-    """Returns the entry at a dotted key; None if there is none."""
+    """Returns the entry at a dotted key; None if there is none. Items of lists have no such key."""
     entry = Entry(root)
     for part in key.split("."):
         if not isinstance(entry.node, Table):

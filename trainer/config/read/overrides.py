@@ -108,6 +108,7 @@ def _check_key(override: Override, place: SourceLocation) -> None:
 
 
 def _apply(root: Table, override: Override, place: SourceLocation, value: Entry) -> list[str]:
+    """Sets one override in the tree, and makes the sections on its way that are absent; returns notes."""
     keys = canonical_key(override.key).split(".")
     if override.only_if_present:
         entries = root.entries()
@@ -136,7 +137,7 @@ def _apply(root: Table, override: Override, place: SourceLocation, value: Entry)
                 raise UserError(rule, where=place.text, key=override.key, fix=fix)
             entry = node.entries[int(key)]
         elif isinstance(node, Table):
-            key, entry, shape = _key(node, key, shape.kinds, place)
+            key, entry, shape = _child(node, key, shape.kinds, place)
         else:
             rule = f"is a value ({shorten_repr(plain(node))}), it has no key {key}"
             raise UserError(rule, where=place.text, key=path, fix=f"set {path} itself")
@@ -223,7 +224,7 @@ def is_boolean(key: str) -> bool:
     return {kind for field in fields_at(key) for kind in scalar_kinds(field, listed=False)} == {bool}
 
 
-def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceLocation) -> tuple[str, Entry, Shape]:
+def _child(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceLocation) -> tuple[str, Entry, Shape]:
     """Returns the name that the file uses for a key, its entry (created if absent) and its shape."""
     names = [key]
     shape = Shape((), is_list=False, nullable=True)
@@ -250,7 +251,8 @@ def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
     else:
         uses = [(path, other) for path, other in _uses(root, "") if other.node is old]
     entry.is_alias = False
-    for path, other in [*reversed(uses), (key, entry)]:  # an alias of the section has the same entries
+    # Where a whole section has aliases, an entry has several paths: it gets the first, or that of the override.
+    for path, other in [*reversed(uses), (key, entry)]:
         other.node = value.node
         other.place = value.place._replace(key=path)
     followers = [path for path, _ in uses if path != key]
