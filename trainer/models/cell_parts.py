@@ -125,7 +125,7 @@ class CellParts:
         # By argument number after x_ND.
         weights = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out, 5: self.final_bias}
         frozen = {argnum for argnum, weight in weights.items() if weight is not None and not weight.requires_grad}
-        if any(norm.requires_grad for norm in self.norms):
+        if any(norm is not None and norm.requires_grad for norm in self.norms):
             frozen.discard(0)  # the heads of MTP modules are this function with norms of their own
         if _module(HEAD) in self.spec.adapters:
             frozen.discard(1)  # the adapter has its gradient from that of the merged matrix

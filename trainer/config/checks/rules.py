@@ -21,8 +21,13 @@ from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import Config
 from trainer.config.schema.runner import LossScaleSection
 from trainer.input_files import (
-    SPECIAL, is_special, links_out_of, missing_path_fix, missing_path_reason, unwritable_reason,
-)  # fmt: skip
+    SPECIAL,
+    is_special,
+    links_out_of,
+    missing_path_fix,
+    missing_path_reason,
+    unwritable_reason,
+)
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
