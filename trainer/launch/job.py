@@ -23,6 +23,7 @@ from trainer.errors import (
     RunError,
     UserError,
 )
+from trainer.input_files import read_bytes
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.heartbeat import beat_file, read_step
 from trainer.launch.processes import Identity, identity, is_alive
@@ -157,7 +158,7 @@ def read_job_state(folder: Path) -> JobState | None:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        state = TypeAdapter(JobState).validate_json((folder / _STATE).read_bytes())
+        state = TypeAdapter(JobState).validate_json(read_bytes(folder / _STATE))
     except (OSError, ValidationError):
         return None
     if state.exit_code is None:

@@ -158,7 +158,4 @@ def scale_timeout(seconds: float) -> float:
 
 def wakeup_pipe() -> tuple[int, int]:
     """Returns both ends of a pipe for `signal.set_wakeup_fd`, by which a signal ends a wait; neither end blocks."""
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends
+    return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

@@ -13,7 +13,6 @@ SECRET_VARIABLE = "RUN_TRAINER_SECRET"
 """Environment variable with the secret, the same on all nodes; without it node 0 makes a file."""
 
 _FEWEST_CHARACTERS = 16
-_MAX_BYTES = 4096
 
 
 def secret_of_environment() -> bytes:
@@ -59,7 +58,7 @@ def read_secret(path: Path) -> bytes | None:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
-                return file.read(_MAX_BYTES) or None
+                return file.read() or None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
