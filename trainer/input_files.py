@@ -60,7 +60,7 @@ def read_bytes(path: str | Path, limit: int | None = None) -> bytes:
 
 def is_special(path: Path) -> bool:
     """Returns whether a path is there and neither a file nor a folder, so that opening it may wait for ever."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def path_error(path: str) -> str:

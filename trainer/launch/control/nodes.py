@@ -248,6 +248,8 @@ class NodeClient(Nodes):
         if self.links or now < self._call_at or "failed" in self._sent:
             return
         self._call_at = now + _CALL_SECONDS
+        node = self.options.node_rank
+        hello = NodeMessage(kind="hello", node=node, worker_num=self.options.worker_num, attempt=self.attempt)
         reason = "has made no file with the secret of the job in a folder that this node sees"
         self._why_not = f"{reason}; {SECRET_VARIABLE}, the same on all nodes, takes its place"
         try:
@@ -257,12 +259,11 @@ class NodeClient(Nodes):
                 connection = socket.create_connection(self.address, _CALL_SECONDS)
                 self._why_not = ""
                 self.links[0] = SignedChannel(connection, secret, called=False)
+                self.links[0].send(hello)
         except RunError as error:
             self._fail(str(error).removesuffix("."))
         except OSError:
             pass  # it is called again
-        node = self.options.node_rank
-        self.send(NodeMessage(kind="hello", node=node, worker_num=self.options.worker_num, attempt=self.attempt))
 
     def _handle(self, node: int, message: NodeMessage) -> None:
         """Handles the answer of node 0 to the call, too."""
