@@ -300,9 +300,12 @@ def _dotted(reader: _Reader, name: str, inline: str | None) -> Override:
         if command_flag and not (guess and _is_close(name, guess)):
             guess = command_flag
         fix = "run_trainer.py --help lists the flags"
+        longer = [f"--{flag}" for flag in flags if flag.startswith(f"{name.replace('-', '_')}_")]
         sections = sections_with(key)
         if sections and not (guess in flags and guess.lower() == name.lower()):
             fix = f"name its section: {in_sections(key, sections, prefix='--')}"
+        elif longer and not (guess and _is_close(name, guess)):
+            fix = f"you probably mean {' or '.join(longer[:3])}"
         elif guess in flags:
             fix = f"you probably mean --{guess}"
         elif guess:

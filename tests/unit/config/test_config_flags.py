@@ -246,6 +246,7 @@ def test_a_mistyped_flag_of_a_command_is_named(name: str, flag: str) -> None:
         (["--save_checkpoint_steps", "3"], ["callbacks.N.save_checkpoint_steps", "the place of CheckpointMonitor in"]),
         (["--use_gating_sigmoid"], ["unknown flag", "--model.model_config.moe_config.use_gating_sigmoid"]),
         (["--attention_dropuot", "0.1"], ["unknown flag", "mean --model.model_config.attention_dropout."]),
+        (["--resume"], ["flag --resume: unknown flag", "you probably mean --resume_training."]),
         (["--zzzz"], ["unknown flag", "run_trainer.py --help"]),
         (["--no-zzzz"], ["unknown flag"]),
         (["--max_grad_norm"], ["flag --max_grad_norm: needs a value"]),

@@ -161,6 +161,8 @@ def test_a_value_in_place_of_a_list_is_told_how_one_is_written():
 def test_a_misspelt_type_is_told_the_nearest_name_also_a_second_one():
     message = failure(lambda: load(BASE, "lr_schedule.type=cosin"))
     assert "lr_schedule.type = 'cosin': unknown type" in message and "you probably mean cosine." in message
+    message = failure(lambda: load(BASE, "optimizer.type=adam"))
+    assert "optimizer.type = 'adam': must be AdamW" in message and "Fix: write AdamW." in message
 
 
 def test_an_index_into_an_empty_list():

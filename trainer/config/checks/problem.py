@@ -169,9 +169,10 @@ def separate_errors(error: UserError) -> tuple[UserError, ...]:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Returns the most similar of `names`, or an empty string if none is similar."""
-    exact = [candidate for candidate in names if candidate.lower() == name.lower()]
-    return (exact or get_close_matches(name, names, n=1, cutoff=0.6) or [""])[0]
+    """Returns the most similar of `names`, or an empty string if none is similar: adam is AdamW, GPT not GptOss."""
+    by_lower = {candidate.lower(): candidate for candidate in reversed(names)}
+    alike = [by_lower[lower] for lower in get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.75)]
+    return (alike or get_close_matches(name, names, n=1, cutoff=0.6) or [""])[0]
 
 
 def one_of(names: Sequence[object]) -> str:
