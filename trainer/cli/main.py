@@ -227,6 +227,10 @@ def _run(command: Any, args: list[str], arguments: Arguments | LaunchOptions | N
         files = [word for word in args if word.endswith((".yaml", ".yml"))]
         if files and "unexpected extra argument" in says and any("--config" in one.opts for one in command.params):
             raise _no_such_command(files[0], []) from None
+        if command.name == "export" and "unexpected extra argument" in says:
+            key = says.rpartition("(")[2].split(")")[0]
+            fix = "write --config FILE --load_checkpoint FOLDER --output FOLDER"
+            raise UserError("the weights of an export come after --load_checkpoint", key=key, fix=fix) from None
         if isinstance(error, typer.BadParameter) and error.param is not None and "valid integer" in says:
             raise UserError("must be an integer", key=error.param.opts[0], fix="write for example 8") from None
         raise UserError(says.rstrip("."), fix=f"see {name} --help") from None

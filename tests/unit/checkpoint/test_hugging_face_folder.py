@@ -318,6 +318,8 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
     arguments = ["export", "--config", str(config_file(tmp_path / "a.yaml", folder)), "--output", str(tmp_path / "x")]
     assert "no such dtype" in failure(lambda: dispatch([*arguments, "--dtype", "int8"]))
     assert "is not a size" in failure(lambda: dispatch([*arguments, "--shard_size", "many"]))
+    message = failure(lambda: dispatch(["export", str(folder), "--output", str(tmp_path / "x")]))
+    assert f"{folder}: the weights of an export come after --load_checkpoint" in message
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "COMPLETE").write_text("{}")
     assert "is a checkpoint of a training" in failure(lambda: dispatch([*arguments, "--force"]))

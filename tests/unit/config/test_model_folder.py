@@ -304,3 +304,14 @@ def test_the_yamls_aux_loss_factor_wins_over_the_folders_coefficient(tmp_path: P
 
 def test_an_empty_name_is_none() -> None:
     assert load("pretrained_model_dir: ''\n").load_checkpoint == ""
+
+
+def test_the_folder_of_a_run_is_told_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step in (50, 100):
+        checkpoint = tmp_path / "checkpoints" / f"step-{step:08}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        message = error_of(key(folder))
+        assert "the folder has no config.json" in message
+        assert f"Fix: name its newest checkpoint, {tmp_path}/checkpoints/step-00000100." in message

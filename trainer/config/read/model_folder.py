@@ -116,6 +116,12 @@ def saved_dtype(folder: Path, place: SourceLocation, key: str) -> str:
     return str(values.get("dtype") or values.get("torch_dtype") or "")
 
 
+def _newest_checkpoint(folder: Path, file: str) -> Path | None:
+    """Returns the checkpoint of the highest step that has a file, in a folder of checkpoints or of a run; or None."""
+    files = [*folder.glob(f"step-*/{file}"), *folder.glob(f"checkpoints/step-*/{file}")]
+    return max((path.parent for path in files), default=None)
+
+
 def _read_json(file: Path, place: SourceLocation, name: str, folder_key: str = KEY) -> Table:
     """Reads a JSON file of the folder `name` as a tree with line numbers; `place` is where `folder_key` names it.
 
@@ -129,9 +135,12 @@ def _read_json(file: Path, place: SourceLocation, name: str, folder_key: str = K
         parsed = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         rule = f"{file.name} cannot be read ({error})"
+        fix = _FIX
         if isinstance(error, FileNotFoundError):
             rule = f"the folder has no {file.name}"
-        raise UserError(rule, where=place.text, key=folder_key, value=name, fix=_FIX) from None
+            if newest := _newest_checkpoint(file.parent, file.name):
+                fix = f"name its newest checkpoint, {newest}"
+        raise UserError(rule, where=place.text, key=folder_key, value=name, fix=fix) from None
     except ValueError as error:
         line = getattr(error, "lineno", 1)
         rule = f"is not valid JSON: {getattr(error, 'msg', error)}"
