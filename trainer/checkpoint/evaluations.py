@@ -70,6 +70,6 @@ class EvalHistory(StrictModel):
             return f"the loss of {evaluations} was not finite"
         least = ""
         if early_stop.min_delta:
-            least = f" by more than {early_stop.min_delta:g}"
+            least = f", by more than {early_stop.min_delta:g}"
         reference = f"{self.reference.loss:.4f}, the loss at step {self.reference.step}"
         return f"the loss of {evaluations} did not fall below {reference}{least}"

@@ -60,7 +60,7 @@ def test_an_improvement_is_larger_than_min_delta_in_one_or_several_evaluations()
     assert history_of([3.0, 2.9, 2.8], min_delta=0.25).without_improvement == 2
     assert history_of([3.0, 2.9, 2.7], min_delta=0.25).without_improvement == 0
     said = reason(history_of([3.0, 2.75], min_delta=0.25), patience=1, min_delta=0.25)
-    assert said == "the loss of the last evaluation did not fall below 3.0000, the loss at step 1 by more than 0.25"
+    assert said == "the loss of the last evaluation did not fall below 3.0000, the loss at step 1, by more than 0.25"
 
 
 def test_a_loss_that_is_not_finite_is_no_improvement() -> None:
