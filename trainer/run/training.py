@@ -520,10 +520,10 @@ def _note_skipped(training: Training, step: int, result: StepResult) -> None:
     if not result.updated and not result.overflow:
         training.events.note(f"step {step}: update skipped, {result.skipped}")
     elif result.empty_micro_batches == 1:
-        training.events.note(f"step {step}: skipped one micro-batch, all of its labels are masked")
+        training.events.note(f"step {step}: one micro-batch has no loss, all of its labels are masked")
     elif result.empty_micro_batches:
         count = result.empty_micro_batches
-        training.events.note(f"step {step}: skipped {count} micro-batches, all of their labels are masked")
+        training.events.note(f"step {step}: {count} micro-batches have no loss, all of their labels are masked")
 
 
 def _details(training: Training, engine: Engine, step: int, sequences: int, result: StepResult) -> dict[str, object]:
