@@ -12,6 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
+from pipeline_cases import world_of_group  # noqa: E402
 from tensor_parallel_cases import EVERY_KIND, VOCABULARY, spread  # noqa: E402
 from tiny_trainer import config_of  # noqa: E402
 
@@ -21,7 +22,6 @@ from trainer.checkpoint.evaluations import EvalHistory  # noqa: E402
 from trainer.checkpoint.state import Position, optimizer_shapes, read_resumed_checkpoint, save_stages  # noqa: E402
 from trainer.config import Config  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
-from trainer.parallel.world import World  # noqa: E402
 from trainer.run.prepare import local_shard_specs  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
@@ -52,7 +52,7 @@ def resaved(group: ProcessGroup, jobs: list[tuple[str, dict[str, Any], str, str]
     Args:
         jobs: The model, the degrees, the folder of the checkpoint to resume ("": none), and the folder to write to.
     """
-    world = World(group.rank, group.size, group.rank, group.size)
+    world = world_of_group(group)
     for model, degrees, source, target in jobs:
         config = config_for(model, degrees)
         parts = local_shard_specs(config, world)

@@ -13,14 +13,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
-from pipeline_cases import weights_of  # noqa: E402
+from pipeline_cases import LATENT, shards_of, weights_of, world_of_group  # noqa: E402
 from tiny_trainer import TOKENS, config_of, join, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
 from trainer.data.batches.batch import Batch, WeightedBatch  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
-from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
-from trainer.run.prepare import local_shard_specs  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
@@ -35,8 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "shared_expert_num": 1, "use_gating_sigmoid": True, "balance_via_topk_bias": True,
             "topk_bias_update_rate": 0.01, "first_k_dense_replace": 1}},
     "MuonClip": {  # heads whose queries and keys are scaled down in each step
-        "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10,
-        "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "mtp_depth": 1},
+        **LATENT, "mtp_depth": 1},
     "averages": {},  # the weights of its result are moving averages
     "loss terms": {"label_smoothing": 0.2, "z_loss_weight": 0.01, "final_logit_softcapping": 3.0},
     "noise": {"label_smoothing": 0.2, "z_loss_weight": 0.01, "neftune_noise_alpha": 3.0},
@@ -128,10 +125,8 @@ def config_of_case(model: str, layout: Layout, alone: bool) -> Config:
 def trained(group: ProcessGroup | None, model: str, layout: Layout) -> Trained:
     """Trains with the ranks of a group; without one with one rank, with the sequences of all in one micro-batch."""
     config = config_of_case(model, layout, alone=group is None)
-    world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
-    weights, parts = weights_of(config), local_shard_specs(config, world)
-    if parts is not None:
-        weights = {name: np.ascontiguousarray(part.shard.of(weights[name])) for name, part in parts.items()}
+    world = world_of_group(group)
+    weights = shards_of(weights_of(config), config, world)
     step, results = open_training(config, lambda update: 0.004, weights, world, "CPU", group), []
     data, micro_batches = (1, 1) if group is None else (layout.data, layout.micro_batches)
     size = ROWS // data // micro_batches

@@ -19,6 +19,7 @@ from trainer.config import Config  # noqa: E402
 from trainer.models.generate import Generator, Sampling  # noqa: E402
 from trainer.models.spec.init import initial_value  # noqa: E402
 from trainer.models.spec.shapes import parameter_specs  # noqa: E402
+from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.host_group import CpuGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run.prepare import local_shard_specs  # noqa: E402
@@ -93,16 +94,28 @@ def weights_of(config: Config) -> dict[str, np.ndarray]:
     return found
 
 
+def world_of_group(group: ProcessGroup | None) -> World:
+    """Returns the place of a rank in the job of a group; without one that of a process alone."""
+    if group is None:
+        return SINGLE_PROCESS
+    return World(group.rank, group.size, group.rank, group.size)
+
+
+def shards_of(weights: dict[str, np.ndarray], config: Config, world: World) -> dict[str, np.ndarray]:
+    """Returns a rank's shards of whole weights."""
+    parts = local_shard_specs(config, world)
+    if parts is None:
+        return weights
+    return {name: np.ascontiguousarray(part.shard.of(weights[name])) for name, part in parts.items()}
+
+
 def trained(
     group: CpuGroup | None, name: str, steps: int, mutate: Callable[[TrainStep], None] = lambda step: None
 ) -> dict[str, Any]:
     """Numbers of some steps, and the weights of this rank after them; without a group those of one process alone."""
-    world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
-    config = config_of_case(name, use_parallel=group is not None)
-    weights, parts = weights_of(config), local_shard_specs(config, world)
-    if parts is not None:
-        weights = {key: np.ascontiguousarray(part.shard.of(weights[key])) for key, part in parts.items()}
-    step = open_training(config, lambda update: 0.1, weights, world, "CPU", group)
+    world, config = world_of_group(group), config_of_case(name, use_parallel=group is not None)
+    parts = local_shard_specs(config, world)
+    step = open_training(config, lambda update: 0.1, shards_of(weights_of(config), config, world), world, "CPU", group)
     mutate(step)
     communicator, size = step.communicator, 1
     if group is not None:

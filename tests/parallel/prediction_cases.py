@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline_cases import world_of_group
 from tensor_parallel_cases import ALONE, Layout, config, spread
 
 from trainer.models.generate import Generator, Sampling
 from trainer.parallel.host_group import CpuGroup
-from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.run.generation import local_replica
 from trainer.run.session import open_session
 
@@ -45,8 +45,7 @@ def _predicted(case: str, world: CpuGroup | None, name: str = "") -> list[list[i
     """Returns the likeliest tokens, then sampled ones."""
     ranks = 1 if world is None else world.size
     one = config(case, Layout(**LAYOUTS[name]) if name else ALONE, ranks, layers=2)  # DeepSeek's second has experts
-    where = SINGLE_PROCESS if world is None else World(world.rank, ranks, world.rank, ranks)
-    session = open_session(one, None, where, "CPU", world)
+    session = open_session(one, None, world_of_group(world), "CPU", world)
     spread(session.model, one.decoder, session.model.shard)
     copy = local_replica(session.communicator)
     generator = Generator(session.model, session.build_inputs, [], agree=copy.broadcast_tokens)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
+from pipeline_cases import world_of_group  # noqa: E402
 from preference_cases import loss_of, pair_batch  # noqa: E402
 from tiny_trainer import config_of, make_batch  # noqa: E402
 
 from trainer.data.batches.batch import AnyBatch, concatenate  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
-from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 
 STEPS = 3
@@ -33,12 +33,10 @@ def trained(group: ProcessGroup | None, kind: str, level: str = "", teacher: str
         sections["loss"] = {"type": kind, "teacher": teacher}
     else:
         sections["loss"] = loss_of(kind)
-    world = SINGLE_PROCESS
     if group is not None:
-        world = World(group.rank, group.size, group.rank, group.size)
         shared = {"parallel_optimizer_threshold": 0, "optimizer_level": level or "level1"}
         sections |= {"parallel": {"enable_parallel_optimizer": bool(level), "parallel_optimizer_config": shared}}
-    step = open_training(config_of(**sections), lambda update: 0.01, None, world, "CPU", group)
+    step = open_training(config_of(**sections), lambda update: 0.01, None, world_of_group(group), "CPU", group)
     if group is None:
         batch = concatenate(*batches(kind))
     else:

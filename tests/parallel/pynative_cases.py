@@ -11,15 +11,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
 from layout_cases import Trained, saved  # noqa: E402
-from pipeline_cases import weights_of  # noqa: E402
+from pipeline_cases import shards_of, weights_of, world_of_group  # noqa: E402
 from tiny_trainer import TOKENS, VOCABULARY, make_batch  # noqa: E402
 
 from trainer.config import Override, parse_config  # noqa: E402
 from trainer.config.checks.parallel import parallel_degrees, resolve_for_job  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
-from trainer.parallel.world import World  # noqa: E402
 from trainer.run.plan_file import plan_file  # noqa: E402
-from trainer.run.prepare import local_shard_specs  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 
 HEAD = "lm_head.weight"
@@ -80,13 +78,10 @@ def all_trained(group: ProcessGroup, cases: Sequence[str]) -> list[Trained]:
 
 
 def trained(group: ProcessGroup, keys: str) -> Trained:
-    world = World(group.rank, group.size, group.rank, group.size)
+    world = world_of_group(group)
     config = resolve_for_job(parse_config("a.yaml", f"{FILE}parallelism: {{{keys}}}\n", SMALL_SHARDS), world)
     plan_file(config, world, [])
-    weights = weights_of(config)
-    specs = local_shard_specs(config, world)
-    if specs is not None:
-        weights = {name: np.ascontiguousarray(spec.shard.of(weights[name])) for name, spec in specs.items()}
+    weights = shards_of(weights_of(config), config, world)
     step = open_training(config, lambda update: 0.004, weights, world, "CPU", group)
     number = ROWS // parallel_degrees(config, world).data_parallel
     if "data_parallel_shard: 2" in keys:  # a rank updates one half of every matrix

@@ -21,6 +21,7 @@ from mindspore import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "parity"), str(Path(__file__).resolve().parents[1])]
 
 from golden_files import load_model_case, model_case_names  # noqa: E402
+from pipeline_cases import LATENT, world_of_group  # noqa: E402
 from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
 from trainer.config import Config, parse_config  # noqa: E402
@@ -32,7 +33,6 @@ from trainer.parallel.communicator import Communicator  # noqa: E402
 from trainer.parallel.layout import ModelLayout  # noqa: E402
 from trainer.parallel.mesh import Mesh  # noqa: E402
 from trainer.parallel.tensor import RankModelShard  # noqa: E402
-from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
@@ -47,8 +47,6 @@ EVERY_KIND = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": 
               "post_self_attn_layernorm": True, "post_mlp_layernorm": True}  # fmt: skip
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 LORA = {"pet_config": {"target_modules": ".*", "lora_rank": 3, "lora_dropout": 0.2}}
-LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
-          "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
 # AdamW divides a gradient by its size: one that is nothing but rounding would move a weight as far as any other.
 SMOOTH = {"optimizer": {"eps": 1e-5}}
@@ -225,8 +223,7 @@ def trained(
     after each of these numbers of steps."""
     ranks = 1 if group is None else group.size
     one = config(name, layout, ranks)
-    world = SINGLE_PROCESS if group is None else World(group.rank, ranks, group.rank, ranks)
-    step = open_training(one, lambda update: 0.004, None, world, "CPU", group)
+    step = open_training(one, lambda update: 0.004, None, world_of_group(group), "CPU", group)
     spread(step.model, one.decoder, step.model.shard)
     results, found = [], {}
     for number in range(max(stops)):

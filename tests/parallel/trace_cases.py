@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
-from pipeline_cases import weights_of  # noqa: E402
+from pipeline_cases import LATENT, shards_of, weights_of, world_of_group  # noqa: E402
 from tiny_trainer import TOKENS, config_of, join, make_batch  # noqa: E402
 
 from trainer.arrays.attention.positions import TokenPositions, query_blocks  # noqa: E402
@@ -27,8 +27,7 @@ from trainer.config import Config  # noqa: E402
 from trainer.config.recompute import RecomputeConfig  # noqa: E402
 from trainer.data import Batch  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
-from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
-from trainer.run.prepare import local_shard_specs  # noqa: E402
+from trainer.parallel.world import SINGLE_PROCESS  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 from trainer.trace.checks import with_sublayers  # noqa: E402
@@ -42,9 +41,6 @@ ROWS = 4  # sequences of a step, of all ranks together
 LAYERS = 4
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 16, "aux_loss_factor": 0.1,
            "norm_topk_prob": True}  # fmt: skip
-LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
-          "qk_nope_head_dim": 4,
-          "qk_rope_head_dim": 2, "v_head_dim": 4}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {}, "heads": {"n_kv_heads": 4}, "window": {"sliding_window": 5}, "norms": {"use_qk_norm": True},
     "biases": {"qkv_has_bias": True}, "tied": {"tie_word_embeddings": True}, "experts": {"moe_config": EXPERTS},
@@ -153,11 +149,8 @@ def write_traces(group: ProcessGroup | None, cases: Sequence[dict[str, Any]], fo
 
 def write_trace(group: ProcessGroup | None, case: Case, folder: Path, pattern: str = "") -> None:
     config = config_of_case(case)
-    world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
-    weights = weights_of(config)
-    parts = local_shard_specs(config, world)
-    if parts is not None:
-        weights = {name: np.ascontiguousarray(part.shard.of(weights[name])) for name, part in parts.items()}
+    world = world_of_group(group)
+    weights = shards_of(weights_of(config), config, world)
     step = open_training(config, lambda update: 1e-3, weights, world, "CPU", group)
     fault = case.fault
     has_fault = fault is not None and fault.rank in (None, world.rank)

@@ -14,6 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
+from pipeline_cases import LATENT, world_of_group  # noqa: E402
 from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
@@ -23,14 +24,11 @@ from trainer.parallel import stage_link  # noqa: E402
 from trainer.parallel.connections import Connections  # noqa: E402
 from trainer.parallel.host_group import CpuGroup  # noqa: E402
 from trainer.parallel.mesh import Mesh  # noqa: E402
-from trainer.parallel.world import World  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 
 Sent = Counter[tuple[tuple[int, ...], str, str]]
 """(ranks of a group, collective, dtype) -> bytes sent to its other ranks."""
 _AGAIN = {"recompute_config": {"recompute": [1]}}
-_LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6,
-           "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 _EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
             "first_k_dense_replace": 1}
 _SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
@@ -50,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "side by side": {"degrees": {"model_parallel": 2}, "more": {"use_seq_parallel": True}, "sections": _AGAIN,
                      "model": {"parallel_attn": True, "normalization": "LayerNorm", "gated_linear_unit": False,
                                "hidden_act": "gelu_pytorch_tanh", "mlp_has_bias": True}},
-    "latent": {"degrees": {"model_parallel": 2}, "model": _LATENT | {"mtp_depth": 1},
+    "latent": {"degrees": {"model_parallel": 2}, "model": LATENT | {"mtp_depth": 1},
                "sections": _AGAIN | {"runner_config": {"gradient_accumulation_steps": 2}}},
     "ulysses, shared state": {"degrees": {"context_parallel": 2}, "more": {"context_parallel_algo": "ulysses_cp"},
                               "model": {"n_kv_heads": 1}, "sections": _AGAIN | {"parallel": _SHARED}},
@@ -61,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
                                              "runner_config": {"gradient_accumulation_steps": 2},
                                              "parallel": _SHARED_WEIGHTS}},
     "latent vectors of pairs, bfloat16": {
-        "degrees": {"context_parallel": 2, "model_parallel": 2}, "model": _LATENT | {"compute_dtype": "bfloat16"},
+        "degrees": {"context_parallel": 2, "model_parallel": 2}, "model": LATENT | {"compute_dtype": "bfloat16"},
         "sections": _AGAIN, "more": {"context_parallel_algo": "ulysses_cp", "use_seq_parallel": True},
     },
     "experts of a context group": {
@@ -181,9 +179,8 @@ def _step(world: CpuGroup, config: Config) -> Sent:
 
     stage_link.StageLink.send_array = counted_send
     try:
-        job = World(world.rank, world.size, world.rank, world.size)
-        step = open_training(config, lambda update: 1e-3, None, job, "CPU", group)
-        degrees = parallel_degrees(config, job)
+        step = open_training(config, lambda update: 1e-3, None, world_of_group(world), "CPU", group)
+        degrees = parallel_degrees(config, world_of_group(world))
         where, rows = Mesh(degrees).coordinate_of(world.rank), config.runner_config.batch_size
         for number in range(config.parallel.parallel_optimizer_config.optimizer_level != "level3", 2):
             sent.clear()
