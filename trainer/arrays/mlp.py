@@ -1,8 +1,9 @@
 """The feed-forward sublayer: x + W_down (silu(W_gate norm(x)) * W_up norm(x)), forward and backward.
 
-Without a gate it is x + W_down act(W_up norm(x)); the activation may be another one than silu.
+Without a gate it is x + W_down act(W_up norm(x)); the activation may be another one than silu. In a parallel block
+(`parallel_attn`) attention and MLP have the same input x, and both add to it.
 
-Legend: as in tiles.py.
+Legend: N tokens, n rows of a tile, D hidden, F width of the sublayer, R rank of an adapter.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class CpuMlp:
         norm = None
         if is_sublayer and spec.pre_norm:
             norm = CpuRmsNorm(spec.norm)
-        # In a parallel block attention's gradient contains that of the residual stream.
+        # In a parallel block the backward pass of attention alone adds the gradient of the residual stream.
         adds = is_sublayer and not spec.is_parallel
         self.input = NormedInput(norm, spec.norm_name, scratch, tensor, adds=adds)
         names = [prefix + name.removeprefix("mlp.") for name in spec.matrices]
         *inner, output = (CpuLinear(name, spec.adapters.get(name)) for name in names)
-        # By the names of the arrays that are saved; without a gate there is "up" alone.
+        # Under the names of the arrays that the forward pass saves; without a gate there is "up" alone.
         self.linears = dict(zip(("gate", "up")[-len(inner) :], inner, strict=True))
         self.output = SublayerOutput(
             output, spec, scratch, tensor, norm_name=POST_MLP_NORM, site="mlp_output", adds=is_sublayer
@@ -61,7 +62,9 @@ class CpuMlp:
     def forward(self, call: SublayerCall, x_ND: np.ndarray, stream_ND: np.ndarray | None = None) -> Tensor:
         """Returns the residual stream after the sublayer, or for shared experts their output, [N, D].
 
-        In a parallel block it adds to `stream_ND`, what attention leaves, instead of x.
+        Args:
+            x_ND: The input of the norm.
+            stream_ND: What the sublayer adds to: in a parallel block the stream after attention. None: x.
         """
         if stream_ND is None:
             stream_ND = x_ND
@@ -138,7 +141,7 @@ class CpuMlp:
 
         def compute(tile: Tile) -> None:
             """Computes the gradients of gate and up for a tile, and of the down projection's adapter."""
-            arrays = [array[tile.rows] for array in saved]
+            arrays = [array[tile.rows] for array in saved]  # results of gate and up; then their gradients
             inner_nF = part_of(inner_NF, tile.rows)
             if inner_NF is None and call.gradients.needs(down.lora_a, down.magnitude):
                 inner_nF = tile.take(self.spec.width, dtype)
@@ -146,7 +149,6 @@ class CpuMlp:
             low_Rn = self.output.backward(call, grad, grad_inner_nF, tile)
             gated_gradient(*self._gate_and_up(arrays), grad_inner_nF, inner_nF, tile, self.spec.activation)
             down.add_adapter_gradients(call, low_Rn, grad.factor_ND[tile.rows], inner_nF, tile)
-            # Now the saved arrays hold their gradients.
             into_nD = part_of(into_ND, tile.rows)
             y_nD = self.input.recompute_input(call, x_ND, y_ND, tile, dtype, linears)
             for place, (linear, grad_nF) in enumerate(zip(linears, arrays, strict=True)):

@@ -78,23 +78,23 @@ def verify(path: Path) -> list[VerifyResult]:
     if not results:
         fix = "name a checkpoint, a folder of checkpoints, an output folder or a token cache"
         raise UserError("contains no checkpoint or token cache", key="verify", value=str(path), fix=fix)
-    if len(results) == 1 and results[0].is_interrupted and results[0].path == path:
+    if len(results) == 1 and results[0].is_interrupted and results[0].path == path:  # it was named: no run ignores it
         return [results[0]._replace(problem=results[0].note, is_interrupted=False)]
     return results
 
 
 def result_lines(results: list[VerifyResult]) -> Iterator[str]:
     """Yields a line for each folder, and a summary line."""
-    for one in results:
+    for result in results:
         remark = ""
-        if not one.has_checksums:
+        if not result.has_checksums:
             remark = "; saved without checksums: only lengths were checked"
-        yield f"{one.status:<12}{one.path}: {one.problem or one.note}{remark}"
-    statuses = [one.status for one in results]
+        yield f"{result.status:<12}{result.path}: {result.problem or result.note}{remark}"
+    statuses = [result.status for result in results]
     damaged = statuses.count("damaged")
     text = f"{len(results) - statuses.count('interrupted')} checked, {damaged or 'none'} damaged"
     if damaged:
-        intact = {one.path for one in results if one.is_checkpoint and one.status == "ok"}
+        intact = {result.path for result in results if result.is_checkpoint and result.status == "ok"}
         newest = list(_newest_of_each_folder(intact))
         if len(newest) == 1:
             text += f"; the newest intact checkpoint is {newest[0]}"
@@ -129,6 +129,7 @@ def _children(path: Path) -> list[Path]:
 
 
 def _is_checked(path: Path) -> bool:
+    """Returns whether a folder is a token cache, or looks like a checkpoint, complete or not."""
     if is_step_folder(path) or (path / MARKER).exists() or is_token_file(path):
         return True
     return (path / STATE).exists() and any(path.glob("*.safetensors"))  # the launcher too has a state.json
@@ -187,16 +188,16 @@ def _optimizer_problem(checkpoint: Checkpoint) -> str:
 
     Weights that have another name on disk than in the optimizer's state, such as experts, are not compared.
     """
-    weights = {name.removeprefix(PREFIX): arrays.about(name)[1]
-               for part, arrays in checkpoint.tensors.items() if part != OPTIMIZER for name in arrays}  # fmt: skip
-    arrays = checkpoint.tensors.get(OPTIMIZER)
-    if arrays is None:
+    states = checkpoint.tensors.get(OPTIMIZER)
+    if states is None:
         return ""
-    for name in arrays:
-        dtype, shape = arrays.about(name)
-        expected = weights.get(name.partition(".")[2], shape)
+    shapes = {name.removeprefix(PREFIX): arrays.about(name)[1]
+              for part, arrays in checkpoint.tensors.items() if part != OPTIMIZER for name in arrays}  # fmt: skip
+    for name in states:
+        dtype, shape = states.about(name)
+        expected = shapes.get(name.partition(".")[2], shape)
         if dtype != "F32":
             return f"the optimizer's state has {name} in {dtype}, not F32"
-        if shape not in (expected, (math.prod(expected),)):  # what ranks have shared is flat
+        if shape not in (expected, (math.prod(expected),)):  # flat where data-parallel ranks shard it (ZeRO)
             return f"the optimizer's state has {name} of shape {list(shape)}, and the weight has {list(expected)}"
     return ""

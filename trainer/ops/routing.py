@@ -1,8 +1,11 @@
 """Routing of tokens to experts: the choice of experts, the expert capacity and the order of the rows. NumPy only.
 
-Legend: N tokens of a micro-batch, E experts, k experts chosen by each token, R rows that the experts compute, L MoE
-layers, G groups of experts. An assignment is one token at one of its k experts. Assignments are in the order of tokens,
-and those of a token in the order of choice.
+`route` routes the tokens of a rank. With expert parallelism a rank then computes other rows, with its e experts alone:
+`local_routing` is for ranks that gather all tokens, `route_received_rows` for ranks that send rows to each other.
+
+Legend: N tokens of a micro-batch (n of one rank), S ranks, E experts (e of one rank), k experts chosen by each token, R
+rows that the experts compute, L MoE layers, G groups of experts. An assignment is one token at one of its k experts.
+Assignments are in the order of tokens, and those of a token in the order of choice.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ class RoutingRule:
 
 
 class SharedTokens(NamedTuple):
-    """The tokens of a micro-batch that several ranks share, n each.
+    """The tokens of a micro-batch that several ranks shard, n each.
 
     Attributes:
         rows_Sn: The indices of each rank's tokens in the micro-batch; tokens of one sequence are neighbours.
@@ -127,24 +130,24 @@ def route(
         capacity: The maximum number of tokens of an expert. Default None: no maximum.
         drop_policy: An expert over capacity keeps its first tokens ("position") or those with the best scores
             ("probability"; among equal ones the first).
-        shared: Several ranks share the micro-batch, and `capacity` counts the tokens of all of them. Default None: this
+        shared: Several ranks shard the micro-batch, and `capacity` counts the tokens of all of them. Default None: this
             rank has all tokens.
     """
     experts_Nk = choose_experts(rule, scores_NE, bias_E)
     flat = experts_Nk.ravel()
     requested_E = np.bincount(flat, minlength=rule.experts)
-    groups = flat
+    kept = flat  # the expert of each assignment, or E where it is dropped
     if capacity is not None and (shared is not None or requested_E.max(initial=0) > capacity):
         probability_Nk = None
         if drop_policy == "probability":
             probability_Nk = np.take_along_axis(scores_NE, experts_Nk, 1)
         is_over = _is_over_capacity(experts_Nk, rule.experts, capacity, probability_Nk, shared)
-        groups = np.where(is_over, rule.experts, flat)
-    kept_E = np.bincount(groups, minlength=rule.experts)[: rule.experts]
+        kept = np.where(is_over, rule.experts, flat)
+    kept_E = np.bincount(kept, minlength=rule.experts)[: rule.experts]
     counts_E = kept_E
     if rule.safe_tokens:
         counts_E = np.maximum(kept_E, 1)
-    row_Nk, token_R = _rows(groups, kept_E, counts_E, scores_NE.shape[0], rule)
+    row_Nk, token_R = _rows(kept, kept_E, counts_E, scores_NE.shape[0], rule)
     return Routing(experts_Nk, row_Nk, token_R, counts_E, requested_E, kept_E)
 
 
@@ -209,36 +212,38 @@ def _order_by_expert(assigned: np.ndarray, experts: int) -> np.ndarray:
 
 
 def _rows(
-    groups: np.ndarray, kept_E: np.ndarray, counts_E: np.ndarray, tokens: int, rule: RoutingRule
+    kept: np.ndarray, kept_E: np.ndarray, counts_E: np.ndarray, tokens: int, rule: RoutingRule
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns row_Nk and token_R of assignments to `groups`: experts, or E for a dropped assignment."""
-    order = _order_by_expert(groups, rule.experts)
+    """Returns row_Nk and token_R; `kept` is the expert of each assignment, or E where it is dropped, [N k]."""
+    order = _order_by_expert(kept, rule.experts)
     # The number of safe tokens before the rows of each expert, and before the rows of dropped assignments.
     shift = np.concatenate(([0], np.cumsum(counts_E - kept_E)))
-    row = np.empty(len(groups), np.int32)
-    row[order] = np.arange(len(groups))
-    row += shift[groups].astype(np.int32)
-    token_R = np.full(len(groups) + rule.experts * rule.safe_tokens, tokens, np.int32)
-    token_R[row] = np.arange(len(groups)) // rule.chosen
+    row = np.empty(len(kept), np.int32)
+    row[order] = np.arange(len(kept))
+    row += shift[kept].astype(np.int32)
+    token_R = np.full(len(kept) + rule.experts * rule.safe_tokens, tokens, np.int32)
+    token_R[row] = np.arange(len(kept)) // rule.chosen
     return row.reshape(-1, rule.chosen), token_R
 
 
-def local_routing(experts_Nk: np.ndarray, rank: int, number: int) -> Routing:
-    """Returns the routing of all ranks' tokens to the `number` experts of one rank.
+def local_routing(experts_Nk: np.ndarray, rank: int, local_experts: int) -> Routing:
+    """Returns the routing of all ranks' tokens to the experts of one rank: other assignments are as if dropped.
 
     Args:
         experts_Nk: The expert of each assignment among all experts; the number of all experts for a dropped one.
+        rank: The rank among those that share the experts: its experts begin at rank * local_experts.
+        local_experts: e.
     """
-    local_Nk = experts_Nk - np.int32(rank * number)
-    local_Nk[(local_Nk < 0) | (local_Nk >= number)] = number
+    local_Nk = experts_Nk - np.int32(rank * local_experts)
+    local_Nk[(local_Nk < 0) | (local_Nk >= local_experts)] = local_experts
     flat = local_Nk.ravel()
-    counts_e = np.bincount(flat, minlength=number)[:number]
-    row_Nk, token_R = _rows(flat, counts_e, counts_e, len(local_Nk), RoutingRule(number, local_Nk.shape[1]))
+    counts_e = np.bincount(flat, minlength=local_experts)[:local_experts]
+    row_Nk, token_R = _rows(flat, counts_e, counts_e, len(local_Nk), RoutingRule(local_experts, local_Nk.shape[1]))
     return Routing(local_Nk, row_Nk, token_R, counts_e, counts_e, counts_e)
 
 
 def route_received_rows(counts_Se: np.ndarray) -> Routing:
-    """Returns the routing of Q rows that come from S ranks to e experts.
+    """Returns the routing of Q received rows that come from S ranks to e experts.
 
     Each rank sends its rows sorted by expert. Each row has one expert, and none is dropped. The rows of an expert are
     in the order of the ranks.

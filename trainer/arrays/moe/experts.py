@@ -3,7 +3,11 @@
 A thread takes some hundred rows of an expert through its products and the SwiGLU between them, while they are in its
 cache. Experts compute in float32, whatever the dtype of other products.
 
-Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each token, D hidden, F width of an expert.
+The gates of a token are the weights of its k experts, from the router; `gate` of `ExpertWeights` is the gate projection
+of a SwiGLU.
+
+Legend: N tokens, R rows sorted by expert (r of a block), E experts, k experts chosen by each token, D hidden, F width
+of an expert.
 """
 
 from __future__ import annotations
@@ -65,6 +69,14 @@ class ExpertGradients(NamedTuple):
     weights: dict[str, Tensor]
 
 
+class _Segment(NamedTuple):
+    """Rows of one expert, for which one thread computes the gradients; `number` counts the segments of an expert."""
+
+    expert: int
+    number: int
+    rows: slice
+
+
 class CpuExperts:
     """Computes the sum over a token's experts e of its gate for e times (down_e(silu(gate_e(x)) * up_e(x)) + bias_e).
 
@@ -82,17 +94,17 @@ class CpuExperts:
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing
     ) -> tuple[np.ndarray, SavedExperts]:
         """Returns the sums, [N, D], and the saved arrays for `backward`; `routing` has arrays."""
-        rows = len(routing.token_R)
+        num_rows = len(routing.token_R)
         width = weights.gate.shape[1]
         out_ND = empty(*x_ND.shape)[1]
         computed = int(routing.counts_E.sum())
         saved = SavedExperts(empty(computed, width)[1], empty(computed, width)[1])
-        y_RD = empty(rows, x_ND.shape[1])[1]
+        y_RD = empty(num_rows, x_ND.shape[1])[1]
         y_RD[computed:] = 0
-        gate_R = gates_of_rows(gates_Nk, routing.row_Nk, rows)
+        gate_R = gates_of_rows(gates_Nk, routing.row_Nk, num_rows)
 
-        def compute(part: tuple[int, slice], thread: int) -> None:
-            expert, rows = part
+        def compute(block: tuple[int, slice], thread: int) -> None:
+            expert, rows = block
             run = operators()
             tile = self.scratch.tile(rows, thread)
             x_rD = tile.take(x_ND.shape[1])
@@ -148,14 +160,14 @@ class CpuExperts:
         grad_ND: np.ndarray, trained: Collection[str],
     ) -> ExpertGradients:  # fmt: skip
         """Returns the gradients; `trained` has fields of `ExpertWeights`. Overwrites `saved`."""
-        rows = len(routing.token_R)
+        num_rows = len(routing.token_R)
         hidden = x_ND.shape[1]
         width = weights.gate.shape[1]
         grad_x_ND = empty(*x_ND.shape)[1]
-        grad_rows_RD = empty(rows, hidden)[1]
+        grad_rows_RD = empty(num_rows, hidden)[1]
         grad_rows_RD[int(routing.counts_E.sum()) :] = 0
-        gate_R = gates_of_rows(gates_Nk, routing.row_Nk, rows)
-        grad_gate_R = np.zeros(rows, np.float32)
+        gate_R = gates_of_rows(gates_Nk, routing.row_Nk, num_rows)
+        grad_gate_R = np.zeros(num_rows, np.float32)
         sums = {
             name: _SegmentSums(routing.counts_E, array.shape[1:])
             for name, array in weights._asdict().items()
@@ -163,11 +175,11 @@ class CpuExperts:
         }
         most = _most_rows(weights)
 
-        def compute(segment: tuple[int, int, slice], thread: int) -> None:
+        def compute(segment: _Segment, thread: int) -> None:
             """Computes the gradients of some rows of one expert, block by block."""
-            expert, _, every = segment
+            expert = segment.expert
             run = operators()
-            for rows in row_blocks(every, most):
+            for rows in row_blocks(segment.rows, most):
                 tile = self.scratch.tile(rows, thread)
                 x_rD = tile.take(hidden)
                 grad_rD = tile.take(hidden)
@@ -196,43 +208,46 @@ class CpuExperts:
                     if name in sums:
                         sums[name].add(segment, rows, grad_rF.sum(0))
 
-        host_threads().run(_segments(routing.counts_E), compute, lambda segment: segment[2].stop - segment[2].start)
+        host_threads().run(_segments(routing.counts_E), compute, lambda segment: segment.rows.stop - segment.rows.start)
         combine_expert_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
         weight_gradients = {name: segment_sums.total() for name, segment_sums in sums.items()}
         return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], weight_gradients)
 
 
 def _most_rows(weights: ExpertWeights) -> int:
+    """Returns how many rows a thread takes at once: its three arrays of each width fit its scratch."""
     return max(1, min(_MOST_ROWS, _SCRATCH_NUMBERS // (3 * sum(weights.gate.shape[1:]))))
 
 
 class _SegmentSums:
-    """Adds up the gradient of one weight of all experts by segments, with the same bits for any number of threads."""
+    """Adds up the gradient of one stacked weight by segments, with the same bits for any number of threads.
+
+    The first segment of an expert adds to the gradient itself; `total` adds the sums of the others in order.
+    """
 
     def __init__(self, counts_E: np.ndarray, shape: tuple[int, ...]) -> None:
         self.tensor, self.array = empty(len(counts_E), *shape)
         self.array[counts_E == 0] = 0
         self.other_segments: dict[tuple[int, int], np.ndarray] = {}
 
-    def add_product(self, segment: tuple[int, int, slice], rows: slice, left: np.ndarray, right: np.ndarray) -> None:
+    def add_product(self, segment: _Segment, rows: slice, left: np.ndarray, right: np.ndarray) -> None:
         """Adds left.T @ right of some of the segment's rows."""
-        operators().matmul(left.T, right, self._sum_of(segment, rows), rows.start != segment[2].start)
+        operators().matmul(left.T, right, self._sum_of(segment, rows), rows.start != segment.rows.start)
 
-    def add(self, segment: tuple[int, int, slice], rows: slice, value: np.ndarray) -> None:
+    def add(self, segment: _Segment, rows: slice, value: np.ndarray) -> None:
         """Adds a value of some of the segment's rows."""
         total = self._sum_of(segment, rows)
-        if rows.start == segment[2].start:
+        if rows.start == segment.rows.start:
             total[...] = value
         else:
             total += value
 
-    def _sum_of(self, segment: tuple[int, int, slice], rows: slice) -> np.ndarray:
-        expert, number, every = segment
-        if not number:
-            return self.array[expert]
-        if rows.start == every.start:
-            self.other_segments[expert, number] = np.empty(self.array.shape[1:], np.float32)
-        return self.other_segments[expert, number]
+    def _sum_of(self, segment: _Segment, rows: slice) -> np.ndarray:
+        if segment.number == 0:
+            return self.array[segment.expert]
+        if rows.start == segment.rows.start:
+            self.other_segments[segment[:2]] = np.empty(self.array.shape[1:], np.float32)
+        return self.other_segments[segment[:2]]
 
     def total(self) -> Tensor:
         """Returns the gradient of the stacked weight: the sums of all segments."""
@@ -241,15 +256,15 @@ class _SegmentSums:
         return self.tensor
 
 
-def _segments(counts_E: np.ndarray) -> Iterator[tuple[int, int, slice]]:
-    """Yields each expert with the number and rows of its segments; an expert with many rows has several segments."""
+def _segments(counts_E: np.ndarray) -> Iterator[_Segment]:
+    """Yields the segments of each expert; an expert with many rows has several, so that threads share its work."""
     for expert, rows in expert_rows(counts_E):
         size = rows.stop - rows.start
-        number = min(_MAX_SEGMENTS, -(-size // _MOST_ROWS))
-        for segment in range(number):
-            first = rows.start + size * segment // number
-            last = rows.start + size * (segment + 1) // number
-            yield expert, segment, slice(first, last)
+        segments = min(_MAX_SEGMENTS, -(-size // _MOST_ROWS))
+        for number in range(segments):
+            first = rows.start + size * number // segments
+            last = rows.start + size * (number + 1) // segments
+            yield _Segment(expert, number, slice(first, last))
 
 
 def _weighted_swiglu_gradient(

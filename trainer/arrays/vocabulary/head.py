@@ -14,7 +14,8 @@ are float32.
 `loss_terms.py` has the terms that a training may add to the cross entropy, `distillation.py` the comparison with the
 logits of another model.
 
-Legend: N tokens (n of a tile or of a rank's rows), D hidden, E width of the head, V vocabulary of this rank, R ranks.
+Legend: N tokens (n of a tile or of a rank's rows), D hidden, E width of the head, V vocabulary of this rank, R rank of
+the adapter, P tensor-parallel ranks, C numbers of each token that they exchange.
 """
 
 from __future__ import annotations
@@ -217,7 +218,10 @@ class FusedLinearCrossEntropy:
     def backward(
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray, *others_and_grad: Any
     ) -> tuple[Tensor, Gradients]:
-        """Returns the gradients of x and of the trained weights from the gradient of the loss; overwrites those saved.
+        """Returns the gradients of x and of the trained weights; overwrites those that the forward pass saved.
+
+        Args:
+            others_and_grad: Further arguments of `forward`, which are not used, and last the gradient of the loss.
         """
         input_grad = call.saved["input"]
         weight_grads = call.saved["weights"]
@@ -302,7 +306,7 @@ class FusedLinearCrossEntropy:
         `distillation` the sums of the rows with these weights.
         """
         losses_n = np.empty(len(y_nE))
-        above_n = np.empty(len(y_nE), np.float32)
+        above_n = np.empty(len(y_nE), np.float32)  # the largest logit minus that of the label
         inverse_sum_n = np.empty(len(y_nE), np.float32)
         largest_n = np.empty(len(y_nE), np.float32)
         label_n = np.empty(len(y_nE), np.float32)
@@ -327,7 +331,7 @@ class FusedLinearCrossEntropy:
             if distillation is not None:
                 distillation.compare(rows, logits)
             operators().softmax(logits, logits)
-            inverse_sum_n[rows] = logits.max(1)
+            inverse_sum_n[rows] = logits.max(1)  # the largest logit has the probability exp(0) / sum
             if self.tensor is None:
                 finish(rows, thread)
 
@@ -379,16 +383,16 @@ class FusedLinearCrossEntropy:
         numbers = [largest_n, 1 / inverse_sum_n, label_n]
         if sum_n is not None:
             numbers.append(sum_n.astype(np.float32))
-        every_RCn = group.all_gather(np.stack(numbers))
-        over_all_n = every_RCn[:, 0].max(0)
-        mass_Rn = every_RCn[:, 1] * np.exp(every_RCn[:, 0] - over_all_n)
-        total_n = mass_Rn.sum(0)
+        every_PCn = group.all_gather(np.stack(numbers))
+        over_all_n = every_PCn[:, 0].max(0)
+        mass_Pn = every_PCn[:, 1] * np.exp(every_PCn[:, 0] - over_all_n)
+        total_n = mass_Pn.sum(0)
         largest_n[...] = over_all_n
         if sum_n is not None:
-            sum_n[...] = every_RCn[:, 3].sum(0, dtype=np.float64)
-        above_n[...] = over_all_n - every_RCn[:, 2].sum(0)
+            sum_n[...] = every_PCn[:, 3].sum(0, dtype=np.float64)
+        above_n[...] = over_all_n - every_PCn[:, 2].sum(0)
         inverse_sum_n[...] = 1 / total_n
-        return mass_Rn[group.rank] / total_n
+        return mass_Pn[group.rank] / total_n
 
     def _gradients(
         self, grad_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, part_VE: np.ndarray | None,
