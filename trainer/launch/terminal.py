@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-# Control sequences (colours, cursor), operating system commands (titles), and two-character escapes.
-_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+# ECMA-48: control sequences (colours, cursor), operating system commands (titles), and short escapes (character sets).
+_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\-~])")
 # What is drawn over, or erased: up to the last return to the beginning of the line, or erasure of what is before.
 _ERASED = re.compile(rb".*(?:\r|\x1b\[[12]K)", re.DOTALL)
 _READS = 64

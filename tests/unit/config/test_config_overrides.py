@@ -238,6 +238,7 @@ def test_flat_expert_keys_are_overridden_in_their_section():
 
 def test_an_override_that_names_nothing_anchored_says_nothing():
     assert notes(ANCHORED, "runner_config.epochs=5") == notes(ANCHORED)
+    assert notes(BASE, "callbacks.01.save_checkpoint_steps=5") == notes(BASE)
 
 
 def test_the_file_is_never_changed_by_overrides(tmp_path):

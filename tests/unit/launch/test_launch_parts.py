@@ -245,7 +245,8 @@ def test_a_worker_that_prints_without_end_leaves_its_agent_time(tmp_path: Path, 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
 def test_what_a_terminal_shows_in_the_end(piece: int) -> None:
     drawn = (
-        b"\x1b]0;title\x07\x1b[1mbold\x1b[0m text\r\n\x1b[01m\x1b[Ka.c:\x1b[m\x1b[K error\x1b[0K\r\nold\x1b[1Knew\n"
+        b"\x1b]0;title\x07\x1b[1mbold\x1b(B\x1b[m text\r\n"
+        b"\x1b[01m\x1b[Ka.c:\x1b[m\x1b[K error\x1b[0K\r\nold\x1b[1Knew\n"
         b"\x1b[?25l\r\x1b[2Kstep 1\r\x1b[2Kstep 2\r\x1b[2Knote: \xc3\xbc\r\n\r\x1b[2Kstep 3\r\x1b[2Kstep 4\x1b[?25h"
     )
     plain, text = PlainText(), b""

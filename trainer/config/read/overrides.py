@@ -135,6 +135,7 @@ def _apply(root: Table, override: Override, place: SourceLocation, value: Entry)
                 if not node.entries and (item := _first_item(shape, keys[depth + 1 :], override)):
                     fix = f"write the list, for example --{path} '[{item}]'"
                 raise UserError(rule, where=place.text, key=override.key, fix=fix)
+            key = str(int(key))
             entry = node.entries[int(key)]
         elif isinstance(node, Table):
             key, entry, shape = _child(node, key, shape.kinds, place)
