@@ -72,6 +72,8 @@ CASES = {
 }
 TWO = {"runner_config": {"batch_size": 1, "gradient_accumulation_steps": 2}}
 CASES["accumulation"] = sharded("data 8", {}, ONE, top=TWO, evaluates=True)
+ADAPTERS = {"pet_config": {"lora_rank": 4, "target_modules": ".*q_proj"}}  # the embedding is frozen
+CASES["accumulation of adapters"] = sharded("data 8", {}, ONE | ADAPTERS, top=TWO)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -50,8 +50,14 @@ from trainer.semi_auto.cells import GradientCell, SemiAuto
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
 from trainer.semi_auto.positions import AttentionMask, RotaryTables
-from trainer.semi_auto.rules import semi_auto_notes, semi_auto_problems, speed_up_file
-from trainer.semi_auto.step import passes_own_rows, uses_dropout
+from trainer.semi_auto.rules import (
+    calls_one_graph,
+    semi_auto_notes,
+    semi_auto_problems,
+    speed_up_file,
+    uses_dropout,
+)
+from trainer.semi_auto.step import passes_own_rows
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -116,7 +122,7 @@ def _loss_cell(config: Config, world: World, device: str) -> LossCell:
     masks = [AttentionMask("attention" in fused, settings.seq_length, window) for window in windows]
     experts = expert_cells(config, world, kernels, load_kernels(choices, precision))
     cell_class = LossCell
-    if _calls_one_graph(config, degrees):
+    if calls_one_graph(config):
         cell_class = LazyLossCell
     loss = cell_class(config, kernels, tables, masks, experts, staged=degrees.pipeline_stage > 1)
     set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
@@ -421,12 +427,6 @@ class LazyLossCell(LossCell):
     """A `LossCell` whose micro-batches call one graph, which MindSpore inlines late."""
 
     __init__ = lazy_inline(LossCell.__init__)
-
-
-def _calls_one_graph(config: Config, degrees: Degrees) -> bool:
-    """Returns whether micro-batches must call one graph: in a pipeline, or with sharded sums of gradients."""
-    shards_sums = config.parallel.enable_parallel_optimizer and zero_level(config) != "level1"
-    return degrees.pipeline_stage > 1 or (shards_sums and config.runner_config.gradient_accumulation_steps > 1)
 
 
 def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:

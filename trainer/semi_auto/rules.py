@@ -16,13 +16,16 @@ from trainer.config.checks.rules import average_keys
 from trainer.config.note import Note
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.fields import explicit_only
+from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.errors import UserError
 from trainer.models.spec.adapters import SECTION, adapter_spec
 from trainer.models.spec.build import model_spec
+from trainer.models.spec.names import EMBEDDING
 from trainer.models.spec.sublayers import latent_spec
+from trainer.optim.freeze import trained_shapes
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World
 
@@ -39,6 +42,28 @@ def data_config(config: Config, world: World) -> Config:
     rows = runner.batch_size * degrees.data_parallel
     changes = {"batch_size": rows, "gradient_accumulation_steps": micro_batches_per_step(config, degrees)}
     return config.model_copy(update={"runner_config": runner.model_copy(update=changes)})
+
+
+def calls_one_graph(config: Config) -> bool:
+    """Returns whether the micro-batches of a step must call one graph, which MindSpore inlines late.
+
+    They do in a pipeline, and with accumulation if ranks shard the sums of gradients, or if the embedding is frozen:
+    MindSpore 2.10 then does not find where one micro-batch ends ("Cannot find grad_accumulation border node").
+    """
+    if config.parallel_config.pipeline_stage > 1:
+        return True
+    if config.runner_config.gradient_accumulation_steps == 1:
+        return False
+    shards_sums = config.parallel.enable_parallel_optimizer and zero_level(config) != "level1"
+    return shards_sums or EMBEDDING not in trained_shapes(config)
+
+
+def uses_dropout(settings: ModelConfig) -> bool:
+    """Returns whether a training of this model draws dropout masks."""
+    adapter = adapter_spec(settings)
+    if adapter is not None and adapter.dropout:
+        return True
+    return bool(settings.hidden_dropout or settings.attention_dropout)
 
 
 def semi_auto_notes(config: Config) -> Iterator[str]:
@@ -96,6 +121,7 @@ def _unsupported(config: Config, world: World) -> Iterator[ConfigError]:
     yield from _not_in_one_graph(config)
     yield from _degrees(config)
     yield from _expert_parallel(config)
+    yield from _recomputed_gathers(config)
     yield from _pipeline(config)
 
 
@@ -116,18 +142,31 @@ def _expert_parallel(config: Config) -> Iterator[ConfigError]:
         rule = f"{_NOT_YET} with experts in a pipeline"
         fix = "set it to false, and evaluate the checkpoints with --run_mode eval --use_parallel false"
         yield problem(config, "do_eval", rule, fix)
-    shares = config.parallel.enable_parallel_optimizer and zero_level(config) == "level3"
-    if shares and config.parallel_config.pipeline_stage > 1 and "block" in recomputed_parts(config):
-        # MindSpore 2.10 does not compile it ("Cannot have multiple U Monad or multiple IO Monad in Parameters list").
-        rule = f"{_NOT_YET} with experts and recomputed blocks in a pipeline: level3"
-        fix = "set parallel_optimizer_comm_recompute to false and optimizer_level to level2, or recompute to false"
-        yield problem(config, "parallel.enable_parallel_optimizer", rule, fix)
     if config.decoder.down_has_bias:
         fix = f"set it to false, or {_EXPLICIT_MODE}"
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
     if config.decoder.experts.swiglu_limit is not None:
         key = "model.model_config.moe_config.swiglu_limit"
         yield problem(config, key, _NOT_YET, _EXPLICIT_MODE)
+
+
+def _recomputed_gathers(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for recomputation within which level3 gathers weights again and MindSpore 2.10 compiles nothing.
+
+    It says "Cannot have multiple U Monad or multiple IO Monad in Parameters list".
+    """
+    shares = config.parallel.enable_parallel_optimizer and zero_level(config) == "level3"
+    if not shares or not calls_one_graph(config):
+        return
+    parts = set(recomputed_parts(config))
+    what = ""
+    if config.decoder.experts is not None and not parts.isdisjoint(("block", "mlp")):
+        what = "experts and recomputed blocks or experts in a pipeline or with accumulation"
+    elif config.parallel_config.pipeline_stage == 1 and "block" in parts and uses_dropout(config.decoder):
+        what = "dropout and recomputed blocks with accumulation"
+    if what:
+        fix = "set parallel_optimizer_comm_recompute to false and optimizer_level to level2, or recompute to false"
+        yield problem(config, "parallel.enable_parallel_optimizer", f"{_NOT_YET} with {what}: level3", fix)
 
 
 def _communication(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
@@ -235,12 +274,12 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
         rule = f"{_NOT_YET} with MLA and sequence parallelism"
         fix = "set it to 0, or use_seq_parallel to false"
         yield problem(config, f"{SECTION}.lora_dropout", rule, fix)
-    shards_sums = zero_level(config) != "level1" and config.runner_config.gradient_accumulation_steps > 1
-    calls_one_graph = config.parallel_config.pipeline_stage > 1 or shards_sums
     has_dropout = settings.hidden_dropout or settings.attention_dropout
-    if has_dropout and settings.maps_embedding and config.parallel.enable_parallel_optimizer and calls_one_graph:
+    shards_state = config.parallel.enable_parallel_optimizer
+    if has_dropout and settings.maps_embedding and shards_state and calls_one_graph(config):
         # MindSpore 2.10 does not compile it ("The pointer[prim] is null", node_info.cc).
-        rule = f"{_NOT_YET} with dropout, sharded optimizer state and a pipeline or sharded sums of gradients"
+        where = "a pipeline, or accumulation with sharded sums of gradients or a frozen embedding"
+        rule = f"{_NOT_YET} with dropout, sharded optimizer state and {where}"
         fix = "set hidden_dropout and attention_dropout to 0, or enable_parallel_optimizer to false"
         yield problem(config, "model.model_config.embedding_size", rule, fix)
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:

@@ -16,7 +16,6 @@ from mindspore import Tensor, nn
 
 from trainer.config.checks.parallel import parallel_degrees
 from trainer.data.batches.batch import Batch, padding_batch
-from trainer.models.spec.adapters import adapter_spec
 from trainer.ops.dropout import DropoutKey, mask_seed
 from trainer.ops.measures import metric_functions, read_together
 from trainer.ops.routing import RouterRates
@@ -46,14 +45,6 @@ def graph_mode() -> Iterator[None]:
         yield
     finally:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-
-
-def uses_dropout(settings: ModelConfig) -> bool:
-    """Returns whether a training of this model draws dropout masks."""
-    adapter = adapter_spec(settings)
-    if adapter is not None and adapter.dropout:
-        return True
-    return bool(settings.hidden_dropout or settings.attention_dropout)
 
 
 class MaskSeeds(NamedTuple):

@@ -19,9 +19,9 @@ from trainer.run.session import set_up_device
 from trainer.semi_auto.evaluation import GraphEvaluator
 from trainer.semi_auto.experts import GraphRouters, expert_group
 from trainer.semi_auto.network import build_semi_auto
-from trainer.semi_auto.rules import data_config
+from trainer.semi_auto.rules import data_config, uses_dropout
 from trainer.semi_auto.shards import ShardedParameters
-from trainer.semi_auto.step import GraphBatch, GraphStep, MaskSeeds, graph_mode, local_rows, uses_dropout
+from trainer.semi_auto.step import GraphBatch, GraphStep, MaskSeeds, graph_mode, local_rows
 
 if TYPE_CHECKING:
     from trainer.config import Config

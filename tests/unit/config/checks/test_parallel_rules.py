@@ -290,7 +290,15 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
          ["expert_parallel = 8: must divide the 4 experts of a layer"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.moe_config.expert_num=4\n"
          "recompute_config: {recompute: True, parallel_optimizer_comm_recompute: True}\n"
-         "parallel.enable_parallel_optimizer=True", ["with experts and recomputed blocks in a pipeline: level3"]),
+         "parallel.enable_parallel_optimizer=True", ["with experts and recomputed blocks or experts in a pipeline"]),
+        ("parallel_config: {data_parallel: 8}\nmodel.model_config.moe_config.expert_num=4\n"
+         "runner_config.gradient_accumulation_steps=2\nrecompute_config: {select_recompute: {mlp: [0]}}\n"
+         "parallel.parallel_optimizer_config.optimizer_level=level3\nparallel.enable_parallel_optimizer=True",
+         ["with experts and recomputed blocks or experts in a pipeline or with accumulation: level3"]),
+        ("parallel_config: {data_parallel: 8}\nmodel.model_config.hidden_dropout=0.1\n"
+         "runner_config.gradient_accumulation_steps=2\nrecompute_config: {recompute: True}\n"
+         "parallel.parallel_optimizer_config.optimizer_level=level3\nparallel.enable_parallel_optimizer=True",
+         ["with dropout and recomputed blocks with accumulation: level3", "optimizer_level to level2"]),
         ("parallel_config: {data_parallel: 8}\nmodel.model_config.attention_sinks=True",
          ["attention_sinks = true: not yet supported in semi-automatic mode", "parallel.parallel_mode to 0"]),
         ("parallel_config: {data_parallel: 8}\nmodel.model_config.moe_config.expert_num=4\n"
