@@ -123,16 +123,14 @@ def test_stages_of_layers() -> None:
     [
         ({}, ["*.layers.[01].*", "*embed*"], "model.layers.1.post_attention_layernorm.weight"),
         ({"parallel_attn": True}, ["*.layers.[01].*", "*embed*"], "model.layers.1.input_layernorm.weight"),
-        # Stages without layers.
-        ({"offset": [-2, 2]}, ["*embed*"], "model.embed_tokens.weight"),
-        ({"offset": [2, -2]}, ["*lm_head*", "model.norm.*"], "model.norm.weight"),
+        ({"offset": [-2, 2]}, ["*embed*"], None),  # the first stage has no layers
     ],
 )
-def test_each_stage_has_a_gradient(changes: dict[str, Any], frozen: list[str], added: str) -> None:
-    """Else MindSpore compiles no graph for it."""
+def test_each_stage_has_a_gradient(changes: dict[str, Any], frozen: list[str], added: str | None) -> None:
+    """Else MindSpore compiles no graph for its layers."""
     parallel = {"pipeline_stage": 2, "micro_batch_num": 4, "data_parallel": 4}
     config = config_of({"parallel_config": parallel, "freeze": {"include": frozen}}, **changes)
-    assert set(differentiated_names(config)) - set(trained_shapes(config)) == {added}
+    assert set(differentiated_names(config)) - set(trained_shapes(config)) == {added} - {None}
 
 
 def test_shared_optimizer_state() -> None:

@@ -37,7 +37,7 @@ from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, MAPPING_IN, is_buffer, layer_prefix
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN, is_buffer, layer_prefix
 from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.kernel_set import load_kernels
@@ -181,10 +181,10 @@ def stages(config: Config) -> dict[str, int]:
 def differentiated_names(config: Config) -> list[str]:
     """Returns the weights whose gradients the graph computes.
 
-    These are the trainable weights, and in a pipeline one weight for each stage without trainable weights, whose
-    gradient is not used: the last norm of its last layer, or of a stage without layers the embedding or the final norm.
-    MindSpore 2.10 does not compile a stage without a gradient ("should has at least 1 trainable parameter"), because no
-    cell would receive the gradient from the next stage.
+    These are the trainable weights, and in a pipeline one weight for each stage with layers and without trainable
+    weights: the last norm of its last layer, whose gradient is not used. MindSpore 2.10 does not compile such a stage
+    without a gradient ("should has at least 1 trainable parameter"), because no cell would receive the gradient from
+    the next stage.
     """
     names = list(trained_shapes(config))
     layers_of_stages = stage_layers(config)
@@ -199,17 +199,11 @@ def differentiated_names(config: Config) -> list[str]:
             others = [layer_prefix(layer) for stage_of_others in layers_of_stages[:last] for layer in stage_of_others]
             others += [EMBEDDING, MAPPING_IN]
             has_trainable = has_trainable or not all(name.startswith(tuple(others)) for name in names)
-        if has_trainable:
-            continue
-        if layers:
+        if layers and not has_trainable:
             layer = max(layers)
             parameters = model_spec(config.decoder).layers[layer].parameters
             *_, norm = (layer_prefix(layer) + each.name for each in parameters if each.role == "norm")
             names.append(norm)
-        elif stage == 0:
-            names.append(EMBEDDING)
-        else:
-            names.append(FINAL_NORM)
     return names
 
 
