@@ -80,18 +80,18 @@ def test_the_example_of_megatron() -> None:
 
 
 def test_sixteen_thousand_ranks_take_less_than_a_second() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     mesh = build_mesh(Degrees(16, 32, 4, 8, 64), 16_384)
     found = {kind: mesh.groups(kind) for kind in GROUP_KINDS}
     of_rank = [mesh.group_of("dp", rank) for rank in range(mesh.size)]
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert {kind: len(groups) for kind, groups in found.items()} == {
         "dp": 512, "tp": 2048, "pp": 1024, "cp": 4096, "ep": 256,
     }  # fmt: skip
     assert len(of_rank) == 16_384
-    began = time.perf_counter()
+    began = time.process_time()
     assert degree_mismatch(Degrees(16, 32, 4, 7), 16_384) is not None
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(
