@@ -64,6 +64,10 @@ def test_a_file_of_ones_own_is_planned_trained_stopped_resumed_and_asked(
     run("--config output/part/config.yaml", folder, monkeypatch)
     assert_same_run(parts, whole)
     capsys.readouterr()
+    assert dispatch(["compare", str(whole), str(parts), "--exact"]) == 0  # docs/runs.md
+    assert dispatch(["runs", "output"]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        ["mine", "finished"], ["part", "finished"]]  # fmt: skip
     run("--config output/mine/config.yaml --run_mode predict", folder, monkeypatch)
     assert capsys.readouterr().out.startswith("A run ") and (whole / "predictions.jsonl").is_file()
 
