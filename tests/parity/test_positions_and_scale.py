@@ -21,6 +21,7 @@ ENGINES = pytest.mark.parametrize(
 MODELS: dict[str, tuple[dict, set[int]]] = {
     "every second": ({"nope_layer_interval": 2}, {1}),
     "first alone, normed": ({"nope_layers": [0], "use_qk_norm": True}, {0}),
+    "first alone, half of a head": ({"nope_layers": [0], "rotary_pct": 0.5}, {0}),
     "every": ({"nope_layer_interval": 1}, {0, 1}),
     "none": ({"position_embedding_type": "none", "rope_theta": 100.0}, {0, 1}),
     "scale": ({"softmax_scale": 0.7}, set()),
@@ -33,7 +34,7 @@ def numpy_logits(trainer: TinyTrainer, batch: Batch, name: str) -> np.ndarray:
     """Returns the logits [B * T, V] in float64."""
     settings = trainer.model.settings
     weights = {key: value.astype(np.float64) for key, value in trainer.weights().items()}
-    cos, sin = (table.astype(np.float64) for table in rotary_angles(
+    cos, sin = (table[:, : settings.rotary_size].astype(np.float64) for table in rotary_angles(
         settings.model_copy(update={"position_embedding_type": "rope"}), TOKENS))  # fmt: skip
     positions_N = batch.positions.reshape(-1)
     x_ND = weights["model.embed_tokens.weight"][batch.input_ids.reshape(-1)]
@@ -52,7 +53,8 @@ def numpy_logits(trainer: TinyTrainer, batch: Batch, name: str) -> np.ndarray:
                 for x, letter in ((q_NC, "q"), (k_NK, "k"))
             )  # fmt: skip
         if layer not in MODELS[name][1]:
-            q_NC, k_NK = (rotary(x, cos[positions_N], sin[positions_N]) for x in (q_NC, k_NK))
+            tables = cos[positions_N], sin[positions_N]
+            q_NC, k_NK = (rotary(x, *tables, settings.head_size) for x in (q_NC, k_NK))
         scale = 0.7 if name == "scale" else None
         heads_NC = attention(q_NC, k_NK, v_NK, allowed_BQS, settings.head_size, scale=scale)
         x_ND = x_ND + linear(heads_NC, of["self_attn.o_proj.weight"])

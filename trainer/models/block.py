@@ -166,7 +166,8 @@ class AttentionLayer(nn.Cell):
         query_width, key_width = spec.norm_widths
         self.query_norm = make_norm(kernels.head_norm, query_width, spec.norm.rms)
         self.key_norm = make_norm(kernels.head_norm, key_width, spec.norm.rms)
-        rotary_sizes = self.head_size, spec.rotary_size, spec.rotary_interleaved
+        # Not that of the first layer, which may have no rotary positions where others have them.
+        rotary_sizes = self.head_size, settings.rotary_size, spec.rotary_interleaved
         self.query_rotary, self.key_rotary = (kernels.rotary(*rotary_sizes) for _ in range(2))
         self.heads = spec.heads
         self.cache_heads = spec.kv_heads
