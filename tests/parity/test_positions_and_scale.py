@@ -73,11 +73,18 @@ def test_logits_are_those_of_numpy(name: str, engine: dict[str, bool]) -> None:
     assert distance(logits, numpy_logits(trainer, batch, name)) < decoder_limits(trainer.model.settings, rows=2).loss
 
 
-@pytest.mark.parametrize("name", ["every second", "first alone, normed", "none", "scale"])
+LATENT_WINDOWS = {
+    "multi_latent_attention": True, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+    "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "window_rope_theta": 50.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["every second", "first alone, normed", "none", "scale", "latent windows"])
 def test_gradients_of_native_layers_are_those_of_operators(name: str) -> None:
     gradients = []
     for engine in ({}, {"compiled": False}):
-        trainer = TinyTrainer(**engine, **MODELS[name][0])
+        model = LATENT_WINDOWS if name == "latent windows" else MODELS[name][0]
+        trainer = TinyTrainer(**engine, **model)
         gradients.append(loss_and_gradients(trainer.step(), make_batch(3, valid=9, rows=2))[1])
     assert_close(*gradients, 2 * decoder_limits(trainer.model.settings, rows=2).gradients)  # both are rounded
 

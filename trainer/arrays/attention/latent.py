@@ -47,6 +47,7 @@ class LatentProjections:
         latent = spec.latent
         assert latent is not None  # `CpuAttention` chooses this class by it
         self.rotary = rotary
+        self.window = spec.window
         self.scratch = scratch
         self.tensor = tensor
         self.gathers = tensor is not None and tensor.sequence_parallel
@@ -86,12 +87,13 @@ class LatentProjections:
     ) -> None:  # fmt: skip
         """Writes rotated and scaled queries, rotated keys, and values."""
         dtype = q_NC.dtype
+        rotation_N1h = positions.select_rotation(self.window)
         if not self.gathers:
 
             def compute(tile: Tile) -> None:
                 """Computes the queries, keys and values of a tile's tokens."""
                 made = self._latents(call, x_ND, tile, dtype)
-                self._heads(call, *made, positions.rotation_N1h, q_NC, k_NC, v_NV, tile)
+                self._heads(call, *made, rotation_N1h, q_NC, k_NC, v_NV, tile)
 
             self.scratch.run(len(x_ND), compute)
             return
@@ -100,7 +102,7 @@ class LatentProjections:
         def compute_heads(tile: Tile) -> None:
             """Computes queries, keys and values from the gathered latent vectors."""
             latents = self._split(gathered_NG[tile.rows])
-            self._heads(call, *latents, positions.rotation_N1h, q_NC, k_NC, v_NV, tile)
+            self._heads(call, *latents, rotation_N1h, q_NC, k_NC, v_NV, tile)
 
         self.scratch.run(len(gathered_NG), compute_heads)
 
@@ -306,7 +308,7 @@ class _LatentBackward:
         """Writes the gradients of the inputs of the heads, and keeps arrays for those of q_b_proj and kv_b_proj."""
         of = self.of
         call = self.call
-        rotation_n1h = positions.rotation_N1h[tile.rows].conj()
+        rotation_n1h = positions.select_rotation(of.window)[tile.rows].conj()
         of_queries, of_latent, of_key = of._split(grad_nG)
         grad_q_nC, grad_k_nC, grad_v_nV = (grad[tile.rows] for grad in grads)
         grad_q_nC *= of.scale
