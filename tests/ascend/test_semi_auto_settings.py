@@ -26,6 +26,7 @@ STAGES = {
     "freeze": {"embeddings": True, "layers": 0},  # all of the first stage
 }  # fmt: skip
 TIED = {"tie_word_embeddings": True, "mtp_depth": 1}
+UNSHARDED = {"vocab_size": 511}  # two tensor-parallel ranks replicate it
 INTERLEAVED = {
     "parallel": {"pipeline_config": {"pipeline_interleave": True}},
     "parallel_config": {"data_parallel": 8, "pipeline_stage": 3, "micro_batch_num": 3},
@@ -60,7 +61,7 @@ ALL_RANKS = {
 }
 STAGED = {"moe_config": MOE | BALANCED, "hidden_dropout": 0.1, "attention_dropout": 0.1, **LATENT}
 CASES = {
-    "first stage": on_ascend(SEMI, STAGES, model=TIED, ranks=8, rank=1, process="first stage"),
+    "first stage": on_ascend(SEMI, STAGES, model=TIED | UNSHARDED, ranks=8, rank=1, process="first stage"),
     "last stage": on_ascend(
         SEMI, STAGES, model=TIED | {"moe_config": MOE}, ranks=8, rank=6, process="last stage"
     ),

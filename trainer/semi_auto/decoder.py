@@ -163,9 +163,14 @@ class EmbeddingCell(nn.Cell):
         return x_NE if self.matrix is None else self.mapping(x_NE, self.matrix)
 
     def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
-        """Shards ids over `data`, the weight over `vocabulary` and the result over `tokens` ranks."""
+        """Shards ids over `data`, the weight over `vocabulary` and the result over `tokens` ranks.
+
+        MindSpore 2.10 shards the result of a replicated weight like the ids, and refuses another strategy for it.
+        """
         self.mapping.linear.shard_over(tokens)
-        result = ">n." if tokens > data else ""
+        result = ""
+        if tokens > data and vocabulary > 1:
+            result = ">n."
         shard_operators(self, {"gather": f"v.,d{result}"}, d=data, v=vocabulary, n=tokens)
 
 
