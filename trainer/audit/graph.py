@@ -128,7 +128,7 @@ class _Layer(nn.Cell):
         self.has_experts = settings.is_moe_layer(layer)
         part = "attention" if self.has_experts else "block"
         window = kernels.window(settings, layer)
-        is_rotated = model_spec(settings).layers[layer].attention.rotary_size > 0
+        is_rotated = model_spec(settings).layers[layer].attention.is_rotated
         self.block = Block(settings, kernels, part, window, is_rotated=is_rotated)
         if settings.experts is not None and self.has_experts:
             self.experts = MoeLayer(settings, kernels, compiled=False)

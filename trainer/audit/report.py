@@ -187,7 +187,7 @@ def _kinds(spec: ModelSpec, trained: frozenset[str]) -> dict[_Kind, list[int]]:
         prefix = layer_prefix(layer)
         weights = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
         trained_weights = tuple(name for name in weights if prefix + name in trained)
-        is_rotated = spec.layers[layer].attention.rotary_size > 0
+        is_rotated = spec.layers[layer].attention.is_rotated
         is_module = layer in spec.module_layers
         kind = _Kind(spec.layers[layer].is_moe, is_module, is_rotated, first < layer, trained_weights, weights)
         kinds.setdefault(kind, []).append(layer)
@@ -315,7 +315,7 @@ def _in_layer(layer: LayerSpec, kernel: str) -> int:
     """Returns the calls of a kernel in a layer's forward pass; an MTP module includes the norm before its head."""
     has_shared = isinstance(layer.mlp, MoeSpec) and layer.mlp.shared_width > 0
     return {
-        "rotary_embedding": 2 * (layer.attention.rotary_size > 0),
+        "rotary_embedding": 2 * layer.attention.is_rotated,
         "swiglu": 1 + has_shared,
         "attention": 1,
         _NORM: sum(parameter.role == "norm" for parameter in layer.parameters),

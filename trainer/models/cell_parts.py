@@ -182,7 +182,7 @@ class CellParts:
                 is_rotated = True
                 if name != "mlp":
                     window = kernels.window(settings, layer)
-                    is_rotated = self.spec.layers[layer].attention.rotary_size > 0
+                    is_rotated = self.spec.layers[layer].attention.is_rotated
                 used = [
                     weight if name in ("block", sublayer_of(weight_name)) else None
                     for weight_name, weight in zip(block_weights(settings), weights, strict=True)

@@ -212,7 +212,7 @@ class InputBuilder:
         spec = model_spec(settings)
         self.mtp_modules = spec.mtp_modules
         self.width = spec.embedding
-        rotated = (layer.attention for layer in spec.layers if layer.attention.rotary_size)
+        rotated = (layer.attention for layer in spec.layers if layer.attention.is_rotated)
         attention = next(rotated, spec.layers[0].attention)
         self.masks = kernels.attention_masks(settings)
         if self.tensor is not None:

@@ -69,7 +69,7 @@ class SemiAutoDecoder(DecoderForward):
             """Returns the cell of a layer, with its weights."""
             weights, expert_weights = parts.layers[layer]
             sites = mask_sites(settings, layer)
-            is_rotated = spec.layers[layer].attention.rotary_size > 0
+            is_rotated = spec.layers[layer].attention.is_rotated
             if experts is None or not spec.layers[layer].is_moe:
                 return LayerCell(Block(settings, kernels, is_rotated=is_rotated), weights, sites)
             cell = experts.make_layer(layer_prefix(layer), expert_weights)

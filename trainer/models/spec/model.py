@@ -189,6 +189,11 @@ class AttentionSpec:
         return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
 
     @property
+    def is_rotated(self) -> bool:
+        """Returns whether the layer has rotary positions."""
+        return self.rotary_size > 0
+
+    @property
     def norm_widths(self) -> tuple[int, int]:
         """Returns how many numbers of queries, and of keys, are normed together."""
         if self.norms_all_heads:

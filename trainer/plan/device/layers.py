@@ -113,7 +113,7 @@ def function_buffers(
     for layer, part, is_frozen in layers:
         sizes = kept_of_layer(settings, layer, half, rows, degrees)
         attention = layer.attention
-        form = layer.is_moe, attention.window, attention.rotary_size > 0
+        form = layer.is_moe, attention.window, attention.is_rotated
         sublayer = "block"
         if layer.is_moe:
             sublayer = "attention"
