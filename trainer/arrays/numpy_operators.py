@@ -13,6 +13,7 @@ import numpy as np
 from trainer.storage.bfloat16 import as_bfloat16, as_float32
 
 if TYPE_CHECKING:
+    from trainer.arrays.compiled.attention import CompiledAttention
     from trainer.config.schema.model import Activation
 
 BFLOAT16 = np.uint16
@@ -196,6 +197,10 @@ class NumpyOperators:
             if factors is not None:
                 row *= factors[:, choice : choice + 1]
             out += row
+
+    def fused_attention(self, q: np.ndarray) -> CompiledAttention | None:
+        """Returns the functions that compute all of attention for a block of such queries; None: there are none."""
+        return None
 
     def shares(self, x: np.ndarray) -> bool:
         """Whether `few_rows_product` and an `attend` without a cap use several threads for so few rows [..., n, I]."""

@@ -35,6 +35,7 @@ _PRODUCTS = (
     (r"down_proj", "down product"),
 )
 _SCORES = "attention: copies, mask"
+_ATTENTION = "attention: scores, values"
 _WEIGHT_GRADIENTS = "weight gradients"
 
 
@@ -59,7 +60,7 @@ def _product_name(regions: RegionTimer, arguments: tuple) -> str:
     if part == _WEIGHT_GRADIENTS:
         return part + _suffix(arguments[1])
     if part == _SCORES:
-        return "attention: scores, values" + _suffix(arguments[1])
+        return _ATTENTION + _suffix(arguments[1])
     return _products_of(part, arguments[1])
 
 
@@ -77,6 +78,12 @@ def _product_cost(arguments: tuple) -> tuple[float, float]:
     _, a, b, out, *accumulate = arguments
     moved = a.nbytes + b.nbytes + out.nbytes * (1 + any(accumulate))
     return moved, 2.0 * out.size * a.shape[-1]
+
+
+def _attention_cost(products: int, q: np.ndarray, k: np.ndarray, bias: np.ndarray) -> tuple[float, float]:
+    """Counts operations of the products that fused attention needs, as wide as queries, each once for a visible key."""
+    visible = len(q) * (len(k) - bias.shape[1]) + int((bias == 0).sum())
+    return 0.0, 2.0 * products * visible * q.shape[1]
 
 
 def _arrays_cost(arguments: tuple) -> tuple[float, float]:
@@ -97,6 +104,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     from trainer.arrays import cells, measures, mlp, sublayer, tiles
     from trainer.arrays.attention import blocks, positions
     from trainer.arrays.attention import sublayer as attention
+    from trainer.arrays.compiled import attention as fused
     from trainer.arrays.moe import experts, router
     from trainer.arrays.moe import sublayer as moe
     from trainer.arrays.operators import operators
@@ -132,6 +140,11 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     measure(sublayer.CpuLinear, "add_adapter_gradients", _WEIGHT_GRADIENTS, calls=0)
     kind = type(operators())
     measure(kind, "matmul", _product_name, _product_cost)
+    for attribute, cost in (
+        ("forward", lambda call: _attention_cost(2, call[1], call[2], call[4])),
+        ("backward", lambda call: _attention_cost(5, call[1][0], call[1][1], call[2])),
+    ):
+        measure(fused.CompiledAttention, attribute, _ATTENTION, cost)
     for attribute in ("softmax", "softmax_gradient"):
         measure(kind, attribute, lambda timer, _: f"{timer.part.split(':')[0]}: softmax", _arrays_cost)
     for attribute in ("gated", "gated_gradient", "weighted_gated_gradient"):

@@ -5,55 +5,25 @@ Limits: tolerances.py, of the sizes of what is added up or multiplied.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from operator_sets import EACH, RUNS
 from tolerances import U_BFLOAT16, rounding_limit
 
 from trainer.arrays.compiled import build
 from trainer.arrays.compiled.build import find_library
-from trainer.arrays.compiled.operators import CompiledOperators
-from trainer.arrays.numpy_operators import BFLOAT16, NUMPY_OPERATORS, AdamWNumbers, NumpyOperators
-from trainer.arrays.onednn import OneDnnOperators
-from trainer.ops.host_library import has_avx2, library
+from trainer.arrays.numpy_operators import BFLOAT16, AdamWNumbers, NumpyOperators
 from trainer.storage.bfloat16 import as_bfloat16, as_float32
 from trainer.storage.compiler import find_compiler
 
 RANDOM = np.random.default_rng(11)
 SHAPES = (1, 1), (3, 17), (5, 64), (2, 257)
 EPS = np.float32(1e-6)
-
-
-def _compiled(flags: tuple[str, ...] | None) -> NumpyOperators | None:
-    """Returns the operators of a library with the instructions of these flags; None: those of this processor."""
-    onednn = library()
-    if onednn is None or not find_compiler():
-        return None
-    if flags is None:
-        compiled = find_library().library
-        assert compiled is not None, find_library().text
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [*find_compiler(), *build.FLAGS, *flags]
-            path = Path(folder) / "functions.so"
-            build.compile_library(path, command)
-            compiled = ctypes.CDLL(str(path))
-    return CompiledOperators(onednn, compiled)
-
-
-RUNS = {"numpy": NUMPY_OPERATORS, "this processor": _compiled(None), "any processor": _compiled(())}
-if has_avx2():
-    RUNS["AVX2"] = _compiled(build.AVX2)
-    if isinstance(RUNS["AVX2"], OneDnnOperators):
-        RUNS["AVX2"].has_avx512 = False
-RUNS = {name: run for name, run in RUNS.items() if run is not None}
-EACH = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 
 def numbers(*shape: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from trainer.arrays.operators import operators
 
 if TYPE_CHECKING:
     from trainer.arrays.attention.positions import QueryBlock, SequenceBlocks
+    from trainer.arrays.compiled.attention import CompiledAttention
     from trainer.arrays.dropout import LayerDropout
     from trainer.arrays.tiles import Tile
     from trainer.models.spec.model import AttentionSpec
@@ -55,6 +56,14 @@ class BlockAttention:
         `max_logits` [K, G] takes the largest score of each head that a query sees, if it is larger.
         """
         run = operators()
+        fused = self._fused(q_NC, dropout)
+        if fused is not None and max_logits is None:
+            rows = block.queries
+            keys = block.keys
+            fused.forward(
+                q_NC[rows], k_NK[keys], v_NK[keys], block.bias_QM, out_NV[rows], self.kv_heads, tile.take_array
+            )
+            return
         head_blocks = list(self._head_blocks([block], self.kv_heads))
         scores_buffer, narrow_buffer = self._score_buffers(block, head_blocks[0], q_NC.dtype, tile, 1)
         for heads in head_blocks:
@@ -96,6 +105,18 @@ class BlockAttention:
             self._keys(array, sequence.keys, heads, size)[...] = 0
         if not sequence.blocks:
             return
+        fused = self._fused(q_NC, dropout)
+        if fused is not None:
+            inputs = q_NC, k_NK, v_NK
+            grads = grad_q_NC, grad_k_NK, grad_v_NK
+            for block in sequence.blocks:
+                places = self._places(block, heads)
+                fused.backward(
+                    [array[place] for array, place in zip(inputs, places, strict=False)], block.bias_QM,
+                    grad_NV[places[3]], [array[place] for array, place in zip(grads, places, strict=False)],
+                    heads.stop - heads.start, tile.take_array,
+                )  # fmt: skip
+            return
         longest = max(sequence.blocks, key=self._scores)
         wide_buffers, narrow_buffers = self._score_buffers(longest, heads, q_NC.dtype, tile, 2)
         slope_buffer = None
@@ -120,6 +141,19 @@ class BlockAttention:
                 )  # fmt: skip
                 if grad_sinks_KG is not None:
                     grad_sinks_KG[heads, group] += grad_sink
+
+    def _fused(self, q_NC: np.ndarray, dropout: LayerDropout | None) -> CompiledAttention | None:
+        """Returns the functions that compute a block at once; None: there are none for this attention."""
+        if self.cap is not None or self.extra_keys or (dropout is not None and self.rate):
+            return None
+        return operators().fused_attention(q_NC)
+
+    def _places(self, block: QueryBlock, heads: slice) -> list[tuple[slice, slice]]:
+        """Returns where some heads of a block are in the arrays of queries, keys, values and results."""
+        sizes = (self.groups * self.head_size, self.head_size, self.value_size, self.groups * self.value_size)
+        rows = block.queries, block.keys, block.keys, block.queries
+        columns = [slice(heads.start * size, heads.stop * size) for size in sizes]
+        return list(zip(rows, columns, strict=True))
 
     def tasks(
         self, blocks: Sequence[SequenceBlocks], min_tasks: int

@@ -17,7 +17,7 @@ from trainer.storage.cache_folder import build_once, user_cache
 from trainer.storage.compiler import find_compiler
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("rowwise.c", "prediction.c"))
+SOURCES = tuple(FOLDER / name for name in ("rowwise.c", "attention.c", "prediction.c"))
 FLAGS = ("-O3", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512")
 AVX2 = ("-mavx2", "-mfma")

@@ -1,5 +1,5 @@
-"""Operators that are compiled for this processor: functions of rows (`rowwise.c`), and what a prediction computes for
-few tokens (`prediction.c`). oneDNN computes the other products.
+"""Operators that are compiled for this processor: functions of rows (`rowwise.c`), attention in training
+(`attention.c`), and what a prediction computes for few tokens (`prediction.c`). oneDNN computes the other products.
 
 Where an array is not contiguous as a function needs it, oneDNN or NumPy computes it.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.arrays.compiled.attention import CompiledAttention
 from trainer.arrays.numpy_operators import BFLOAT16, AdamWNumbers
 from trainer.arrays.onednn import DATA, OneDnnOperators, address
 
@@ -55,6 +56,7 @@ class CompiledOperators(OneDnnOperators):
             function = getattr(compiled, name)
             function.argtypes = arguments
             function.restype = None
+        self.attention = CompiledAttention(compiled)
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         if _are_contiguous(x, out):
@@ -193,6 +195,11 @@ class CompiledOperators(OneDnnOperators):
             address(q), address(keys), address(values), _optional(mask), _optional(sinks), address(scores),
             address(out), address(sizes),
         )  # fmt: skip
+
+    def fused_attention(self, q: np.ndarray) -> CompiledAttention | None:
+        if q.dtype == np.float32:
+            return self.attention
+        return None
 
     def adamw(
         self, weight: np.ndarray, first: np.ndarray, second: np.ndarray, gradient: np.ndarray, numbers: AdamWNumbers,

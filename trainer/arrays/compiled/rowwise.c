@@ -3,28 +3,9 @@
    Each element goes through vectors of one width, the last ones of a row filled up: its result does not depend on its
    place in a row or a tile. Sums of a row are taken lane by lane. Without -ffast-math NaN and infinity come through.
 
-   Sources: exp as in Cephes (Moshier 1989, expf.c); numpy_operators.py has the formulas of the others. */
+   numpy_operators.py has the formulas. */
 
 #include "vectors.h"
-
-/* exp(x); 0 below -87, where float32 is about to become denormal, and exp(88) from 88 on. */
-INLINE V exponential(V x) {
-    const V low = fill(-87.0f), high = fill(88.0f), rounding = fill(12582912.0f);
-    V within = smaller(high, larger(low, x));
-    V shifted = within * 1.44269504088896341f + rounding; /* its last bits hold the exponent of 2 */
-    V power = shifted - rounding;
-    V r = within - power * 0.693359375f;
-    r = r + power * 2.12194440e-4f;
-    V p = fill(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + (r + 1.0f);
-    V result = (V)((I)p + (I)((U)(I)shifted << 23));
-    return zero_below(result, x, low);
-}
 
 /* 1 / (1 + exp(-x)); 0 below -87. */
 INLINE V sigmoid(V x) { return zero_below(1.0f / (1.0f + exponential(-x)), x, fill(-87.0f)); }
