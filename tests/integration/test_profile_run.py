@@ -33,7 +33,7 @@ def test_the_parts_of_the_steps_are_a_table_and_a_trace(profiled: tuple[Path, st
     folder = profiled[0] / "profile" / "rank_0"
     table = (folder / "kernels.txt").read_text(encoding="utf-8")
     assert "A step, mean of steps 2 to 3" in table and "GFLOP/s" in table
-    for part in ("q, k, v products", "attention: softmax", "optimizer", "not explained"):
+    for part in ("q, k, v products", "attention: fused", "optimizer", "not explained"):
         assert part in table
     events = json.loads((folder / "kernels.json").read_text())
     steps = {event["name"]: event for event in events if event["name"].startswith("step ")}

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.arrays.addresses import address
 from trainer.arrays.numpy_operators import BFLOAT16, NUMPY_OPERATORS, NumpyOperators
 from trainer.ops.host_library import bfloat16_products, has_avx512
 
@@ -319,19 +320,6 @@ def _conflicts(a: np.ndarray, order_a: bytes, step_a: int, b: np.ndarray, order_
     if a.dtype != np.float32 or order_b == b"T" or min(*a.shape[-2:], b.shape[-1]) < _LEAST_SIZE:
         return False
     return step_b % _CONFLICT == 0 or (order_a == b"T" and step_a % _CONFLICT == 0)
-
-
-DATA = object.__basicsize__
-"""Where an array's object has the address of its first number, in bytes from the object."""
-
-
-def address(array: np.ndarray) -> int:
-    """Returns the address of the first number of an array.
-
-    It is the first field of numpy/ndarraytypes.h's PyArrayObject_fields, behind the header of all Python objects.
-    NumPy's attributes for it take five times as long, as long as a small product.
-    """
-    return ctypes.c_void_p.from_address(id(array) + DATA).value or 0
 
 
 def _fixed_blocks(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

@@ -35,7 +35,7 @@ _PRODUCTS = (
     (r"down_proj", "down product"),
 )
 _SCORES = "attention: copies, mask"
-_ATTENTION = "attention: scores, values"
+_FUSED = "attention: fused"
 _WEIGHT_GRADIENTS = "weight gradients"
 
 
@@ -60,7 +60,7 @@ def _product_name(regions: RegionTimer, arguments: tuple) -> str:
     if part == _WEIGHT_GRADIENTS:
         return part + _suffix(arguments[1])
     if part == _SCORES:
-        return _ATTENTION + _suffix(arguments[1])
+        return "attention: scores, values" + _suffix(arguments[1])
     return _products_of(part, arguments[1])
 
 
@@ -144,7 +144,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
         ("forward", lambda call: _attention_cost(2, call[1], call[2], call[4])),
         ("backward", lambda call: _attention_cost(5, call[1][0], call[1][1], call[2])),
     ):
-        measure(fused.CompiledAttention, attribute, _ATTENTION, cost)
+        measure(fused.CompiledAttention, attribute, _FUSED, cost)
     for attribute in ("softmax", "softmax_gradient"):
         measure(kind, attribute, lambda timer, _: f"{timer.part.split(':')[0]}: softmax", _arrays_cost)
     for attribute in ("gated", "gated_gradient", "weighted_gated_gradient"):

@@ -122,6 +122,24 @@ def test_heads_in_wider_arrays_leave_the_others_alone(run: CompiledOperators) ->
 
 
 @EACH_COMPILED
+def test_the_largest_scores_of_heads_are_those_that_queries_see(run: CompiledOperators) -> None:
+    block = make_block(70, 90, 2, 2, 16, 16)
+    attention = run.fused_attention(block.q)
+    assert attention is not None
+    largest = np.array([[0, 100], [0, 0]], np.float32)
+    attention.forward(
+        block.q, block.k, block.v, block.bias, np.empty_like(block.grad), 2, lambda size: np.empty(size, np.float32),
+        largest,
+    )  # fmt: skip
+    q, k = (array.reshape(len(array), -1, 16).transpose(1, 0, 2) for array in (block.q, block.k))
+    scores = q @ k.repeat(2, 0).transpose(0, 2, 1)
+    scores[..., 90 - block.bias.shape[1] :] += block.bias
+    expected = scores.max((1, 2)).reshape(2, 2)
+    expected[0, 1] = 100
+    np.testing.assert_allclose(largest, expected, rtol=rounding_limit(16))
+
+
+@EACH_COMPILED
 def test_results_may_replace_the_queries(run: CompiledOperators) -> None:
     block = make_block(128, 200, 2, 2, 32, 32)
     expected = fused(run, block)["out"]

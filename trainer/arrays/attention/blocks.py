@@ -57,12 +57,13 @@ class BlockAttention:
         """
         run = operators()
         fused = self._fused(q_NC, dropout)
-        if fused is not None and max_logits is None:
+        if fused is not None:
             rows = block.queries
             keys = block.keys
             fused.forward(
-                q_NC[rows], k_NK[keys], v_NK[keys], block.bias_QM, out_NV[rows], self.kv_heads, tile.take_array
-            )
+                q_NC[rows], k_NK[keys], v_NK[keys], block.bias_QM, out_NV[rows], self.kv_heads, tile.take_array,
+                max_logits,
+            )  # fmt: skip
             return
         head_blocks = list(self._head_blocks([block], self.kv_heads))
         scores_buffer, narrow_buffer = self._score_buffers(block, head_blocks[0], q_NC.dtype, tile, 1)

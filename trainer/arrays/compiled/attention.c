@@ -136,8 +136,13 @@ static Keys strip_keys(const BlockSizes *n, const float *bias) {
     return (Keys){first, end - first};
 }
 
-/* Replaces scores [keys, STRIP] by exp(score - the query's largest), and writes 1 / their sums. */
-static void exponentials(float *scores, long keys, float *inverse) {
+/* Of the queries of a strip: their largest scores, and 1 / the sums of exp(score - largest). */
+typedef struct {
+    float largest[STRIP], inverse[STRIP];
+} Softmax;
+
+/* Replaces scores [keys, STRIP] by exp(score - the query's largest). */
+static void exponentials(float *scores, long keys, Softmax *softmax) {
     for (long lane = 0; lane < STRIP; lane += PANEL) {
         float *column = scores + lane;
         V left = fill(-INFINITY), right = left;
@@ -154,20 +159,22 @@ static void exponentials(float *scores, long keys, float *inverse) {
             store(place, one);
             store(place + LANES, two);
         }
-        store(inverse + lane, 1.0f / left_sum);
-        store(inverse + lane + LANES, 1.0f / right_sum);
+        store(softmax->largest + lane, left);
+        store(softmax->largest + lane + LANES, right);
+        store(softmax->inverse + lane, 1.0f / left_sum);
+        store(softmax->inverse + lane + LANES, 1.0f / right_sum);
     }
 }
 
 /* The exponentials of a strip's scores. `bias` is that of the strip. */
 static void compute_scores(const BlockSizes *n, const float *q, const float *k, long k_row, const float *bias,
-                           Keys keys, float *scores, float *inverse) {
+                           Keys keys, float *scores, Softmax *softmax) {
     multiply_keys(k + keys.first * k_row, k_row, q, scores, keys.count, n->size);
     long visible = n->visible > keys.first ? n->visible - keys.first : 0;
     const float *added = bias + (keys.first + visible - n->visible) * STRIP;
     for (long i = 0; i < (keys.count - visible) * STRIP; i += LANES)
         store(scores + visible * STRIP + i, load(scores + visible * STRIP + i) + load(added + i));
-    exponentials(scores, keys.count, inverse);
+    exponentials(scores, keys.count, softmax);
 }
 
 /* Gradients of scores, p (grad - sum(p grad)) of each query; multiplies the exponentials p by `inverse` first. */
@@ -185,12 +192,14 @@ static void scores_gradient(float *p, float *grad, long keys, const float *inver
 
 static float *aligned(float *scratch) { return (float *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63); }
 
-/* softmax(q k^T + bias) v for all query heads of `heads` key/value heads. Out may be q. */
-EXPORT void attention(const float *q, const float *k, const float *v, const float *bias, float *out, float *scratch,
-                      const BlockSizes *n) {
+/* softmax(q k^T + bias) v for all query heads of `heads` key/value heads. Out may be q.
+
+   `largest`, the largest score of each query head, takes larger ones; it may be NULL. */
+EXPORT void attention(const float *q, const float *k, const float *v, const float *bias, float *out, float *largest,
+                      float *scratch, const BlockSizes *n) {
     float *biases = aligned(scratch), *scores = transpose_bias(n, bias, biases);
     float *values = scores + n->keys * STRIP, *columns = values + padded(n->keys * n->value_size);
-    float inverse[STRIP] __attribute__((aligned(64)));
+    Softmax softmax;
     for (long head = 0; head < n->heads; head++, k += n->size, v += n->value_size) {
         copy_rows(v, n->v_row, values, n->value_size, n->keys, n->value_size);
         for (long group = 0; group < n->groups; group++, q += n->size, out += n->value_size) {
@@ -199,9 +208,13 @@ EXPORT void attention(const float *q, const float *k, const float *v, const floa
                 long queries = strip_queries(n, query);
                 Keys keys = strip_keys(n, added);
                 transpose(q + query * n->q_row, n->q_row, columns, queries, n->size, 0);
-                compute_scores(n, columns, k, n->k_row, added, keys, scores, inverse);
+                compute_scores(n, columns, k, n->k_row, added, keys, scores, &softmax);
+                for (long row = 0; largest && row < queries; row++) {
+                    float *most = largest + head * n->groups + group;
+                    if (softmax.largest[row] > *most) *most = softmax.largest[row];
+                }
                 sum_keys(values + keys.first * n->value_size, scores, columns, keys.count, n->value_size);
-                transpose_back(columns, inverse, out + query * n->out_row, n->out_row, queries, n->value_size);
+                transpose_back(columns, softmax.inverse, out + query * n->out_row, n->out_row, queries, n->value_size);
             }
         }
     }
@@ -216,7 +229,8 @@ EXPORT void attention_gradient(const float *q, const float *k, const float *v, c
     float *q_rows = sum_v + n->keys * value_size, *grad_rows = q_rows + STRIP * size;
     float *q_columns = grad_rows + STRIP * value_size, *grad_columns = q_columns + STRIP * n->size;
     float *k_rows = grad_columns + STRIP * n->value_size;
-    float inverse[STRIP] __attribute__((aligned(64))), ones[STRIP];
+    float ones[STRIP];
+    Softmax softmax;
     for (long lane = 0; lane < STRIP; lane++) ones[lane] = 1;
     for (long head = 0; head < n->heads; head++) {
         memset(sum_k, 0, 4 * n->keys * (size + value_size));
@@ -231,9 +245,9 @@ EXPORT void attention_gradient(const float *q, const float *k, const float *v, c
                 copy_rows(grad + query * n->out_row, n->out_row, grad_rows, value_size, queries, n->value_size);
                 transpose(q_rows, size, q_columns, STRIP, n->size, 0);
                 transpose(grad_rows, value_size, grad_columns, STRIP, n->value_size, 0);
-                compute_scores(n, q_columns, k_rows, n->size, added, keys, scores, inverse);
+                compute_scores(n, q_columns, k_rows, n->size, added, keys, scores, &softmax);
                 multiply_keys(v + keys.first * n->v_row, n->v_row, grad_columns, score_grads, keys.count, n->value_size);
-                scores_gradient(scores, score_grads, keys.count, inverse);
+                scores_gradient(scores, score_grads, keys.count, softmax.inverse);
                 sum_queries(scores, grad_rows, sum_v + keys.first * value_size, keys.count, value_size);
                 sum_queries(score_grads, q_rows, sum_k + keys.first * size, keys.count, size);
                 sum_keys(k_rows + keys.first * n->size, score_grads, q_columns, keys.count, n->size);

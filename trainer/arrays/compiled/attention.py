@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.arrays.onednn import address
+from trainer.arrays.addresses import address
 
 _ADDRESS = ctypes.c_void_p
 _STRIP = 64  # of attention.c
@@ -40,19 +40,26 @@ class CompiledAttention:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        for function, addresses in ((library.attention, 7), (library.attention_gradient, 10)):
+        for function, addresses in ((library.attention, 8), (library.attention_gradient, 10)):
             function.argtypes = (_ADDRESS,) * addresses
             function.restype = None
 
     def forward(
         self, q_QC: np.ndarray, k_SK: np.ndarray, v_SW: np.ndarray, bias_QM: np.ndarray, out_QV: np.ndarray,
-        heads: int, take: Callable[[int], np.ndarray],
+        heads: int, take: Callable[[int], np.ndarray], max_logits: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Writes the results of the heads to `out_QV`, which may be `q_QC`."""
+        """Writes the results of the heads to `out_QV`, which may be `q_QC`.
+
+        `max_logits` [query heads] takes the largest score of each head, if it is larger.
+        """
         sizes = _block_sizes(q_QC, k_SK, v_SW, bias_QM, heads)
         scratch = take(_scratch_size(sizes, gradient=False))
         numbers = _with_rows(sizes, (q_QC, k_SK, v_SW, out_QV))
-        self.library.attention(*map(address, (q_QC, k_SK, v_SW, bias_QM, out_QV, scratch, numbers)))
+        largest = None
+        if max_logits is not None:
+            largest = address(max_logits)
+        inputs = map(address, (q_QC, k_SK, v_SW, bias_QM, out_QV))
+        self.library.attention(*inputs, largest, address(scratch), address(numbers))
 
     def backward(
         self, inputs: Sequence[np.ndarray], bias_QM: np.ndarray, grad_QV: np.ndarray, grads: Sequence[np.ndarray],

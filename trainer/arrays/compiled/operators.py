@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.arrays.addresses import DATA, address
 from trainer.arrays.compiled.attention import CompiledAttention
 from trainer.arrays.numpy_operators import BFLOAT16, AdamWNumbers
-from trainer.arrays.onednn import DATA, OneDnnOperators, address
+from trainer.arrays.onednn import OneDnnOperators
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import Activation
@@ -197,6 +198,7 @@ class CompiledOperators(OneDnnOperators):
         )  # fmt: skip
 
     def fused_attention(self, q: np.ndarray) -> CompiledAttention | None:
+        """Returns the functions of attention.c for queries in float32."""
         if q.dtype == np.float32:
             return self.attention
         return None
