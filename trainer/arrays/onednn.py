@@ -35,7 +35,7 @@ _FORWARD = 64
 _SOFTMAX = 0x30000
 _SWISH = 0x2C
 _CONFLICT = 512  # elements between rows that compete for the lines of a cache
-_LEAST_SIZE = 32  # rows and columns of a product that does not only wait for memory
+LEAST_SIZE = 32  # rows and columns of a product that does not only wait for memory
 _SRC = 1
 _WEIGHTS = 33
 _DST = 17
@@ -125,12 +125,12 @@ class OneDnnOperators(NumpyOperators):
     def _product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
         rows, inner = a.shape[-2:]
         columns = b.shape[-1]
-        order_a, step_a = _layout(a)
-        order_b, step_b = _layout(b)
-        if not self.has_avx512 and _conflicts(a, order_a, step_a, b, order_b, step_b):
+        order_a, step_a = layout(a)
+        order_b, step_b = layout(b)
+        if not self.has_avx512 and conflicts(a, order_a, step_a, b, order_b, step_b):
             NUMPY_OPERATORS.matmul(a, b, out, accumulate)
             return
-        step = _layout(out)[1]
+        step = layout(out)[1]
         at_a = address(a)
         at_b = address(b)
         at_out = address(out)
@@ -301,7 +301,7 @@ def _gemm(library: ctypes.CDLL, name: str) -> Callable[..., int]:
     return function
 
 
-def _layout(matrix: np.ndarray) -> tuple[bytes, int]:
+def layout(matrix: np.ndarray) -> tuple[bytes, int]:
     """Returns b"T" for a transposed matrix and b"N" for another one, and the distance of its stored rows."""
     rows, columns = matrix.shape[-2:]
     row_stride, column_stride = matrix.strides[-2:]
@@ -310,14 +310,14 @@ def _layout(matrix: np.ndarray) -> tuple[bytes, int]:
     return b"T", max(column_stride // matrix.itemsize, rows)
 
 
-def _conflicts(a: np.ndarray, order_a: bytes, step_a: int, b: np.ndarray, order_b: bytes, step_b: int) -> bool:
+def conflicts(a: np.ndarray, order_a: bytes, step_a: int, b: np.ndarray, order_b: bytes, step_b: int) -> bool:
     """Returns whether oneDNN's product a b without AVX-512 loses its speed because rows compete for cache lines.
 
     With at most some 380 rows it reads the matrices in place: rows that are a multiple of 2 KiB apart then lie in the
     same few lines of a cache, and the product takes up to 2.5 times as long as NumPy's, which copies them first. With
     both matrices transposed or b alone it reads along the stored rows, and is never slow.
     """
-    if a.dtype != np.float32 or order_b == b"T" or min(*a.shape[-2:], b.shape[-1]) < _LEAST_SIZE:
+    if a.dtype != np.float32 or order_b == b"T" or min(*a.shape[-2:], b.shape[-1]) < LEAST_SIZE:
         return False
     return step_b % _CONFLICT == 0 or (order_a == b"T" and step_a % _CONFLICT == 0)
 

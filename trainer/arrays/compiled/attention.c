@@ -8,11 +8,9 @@
 
 #include <float.h>
 
-#include "vectors.h"
+#include "panels.h"
 
 #define STRIP 64 /* queries, filled up with zeros */
-#define PANEL (2 * LANES) /* columns of a product that a tile computes at once */
-#define TILE_ROWS (LANES == 16 ? 8 : 6) /* whose sums fit the registers */
 #define KEYS 96 /* whose rows fit the first cache */
 
 /* Sizes of a block, and the distances of the rows of its arrays in elements. All queries see the first `visible` keys. */
@@ -25,39 +23,11 @@ typedef struct {
     long first, count;
 } Keys;
 
-INLINE void tile(const float *a, long a_row, long a_step, const float *b, long b_row, float *c, long c_row, long inner,
-                 int accumulate, int rows) {
-    V sums[TILE_ROWS][2] = {{{0}}};
-    if (accumulate) {
-#pragma GCC unroll 8
-        for (int row = 0; row < rows; row++) {
-            sums[row][0] = load(c + row * c_row);
-            sums[row][1] = load(c + row * c_row + LANES);
-        }
-    }
-    for (long i = 0; i < inner; i++, a += a_step, b += b_row) {
-        V left = load(b), right = load(b + LANES);
-#pragma GCC unroll 8
-        for (int row = 0; row < rows; row++) {
-            sums[row][0] += a[row * a_row] * left;
-            sums[row][1] += a[row * a_row] * right;
-        }
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; row++) {
-        store(c + row * c_row, sums[row][0]);
-        store(c + row * c_row + LANES, sums[row][1]);
-    }
-}
-
-/* c = a b, or is added to, for PANEL columns; element (row, i) of a is row * a_row + i * a_step from its start. */
 static void multiply_panel(const float *a, long a_row, long a_step, const float *b, long b_row, float *c, long c_row,
                            long rows, long inner, int accumulate) {
     for (; rows >= TILE_ROWS; rows -= TILE_ROWS, a += TILE_ROWS * a_row, c += TILE_ROWS * c_row)
-        tile(a, a_row, a_step, b, b_row, c, c_row, inner, accumulate, TILE_ROWS);
-    for (; rows >= 2; rows -= 2, a += 2 * a_row, c += 2 * c_row)
-        tile(a, a_row, a_step, b, b_row, c, c_row, inner, accumulate, 2);
-    if (rows) tile(a, a_row, a_step, b, b_row, c, c_row, inner, accumulate, 1);
+        multiply_tile(a, a_row, a_step, b, b_row, c, c_row, inner, accumulate, TILE_ROWS);
+    multiply_last_rows(a, a_row, a_step, b, b_row, c, c_row, rows, inner, accumulate);
 }
 
 #define FOR_KEYS(key, rows, keys) \
@@ -189,8 +159,6 @@ static void scores_gradient(float *p, float *grad, long keys, const float *inver
         for (long i = lane; i < keys * STRIP; i += STRIP) store(grad + i, load(p + i) * (load(grad + i) - sum));
     }
 }
-
-static float *aligned(float *scratch) { return (float *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63); }
 
 /* softmax(q k^T + bias) v for all query heads of `heads` key/value heads. Out may be q.
 

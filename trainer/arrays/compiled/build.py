@@ -17,7 +17,8 @@ from trainer.storage.cache_folder import build_once, user_cache
 from trainer.storage.compiler import find_compiler
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("rowwise.c", "attention.c", "prediction.c"))
+SOURCES = tuple(FOLDER / name for name in ("rowwise.c", "attention.c", "products.c", "prediction.c"))
+HEADERS = tuple(FOLDER / name for name in ("vectors.h", "panels.h"))
 FLAGS = ("-O3", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512")
 AVX2 = ("-mavx2", "-mfma")
@@ -42,7 +43,7 @@ def find_library() -> CompiledLibrary:
         return CompiledLibrary(None, "there is no C compiler")
     flags = (*FLAGS, *_instructions())
     digest = hashlib.sha256(" ".join((*compiler, *flags, platform.machine())).encode())
-    for path in (*SOURCES, FOLDER / "vectors.h"):
+    for path in (*SOURCES, *HEADERS):
         digest.update(path.read_bytes())
     name = f"functions-{digest.hexdigest()[:16]}.so"
     try:

@@ -125,8 +125,6 @@ static void share(Work work, const void *arguments, long count, long chunk, int 
     atomic_flag_clear(&team.taken);
 }
 
-typedef float Four __attribute__((vector_size(16)));
-
 /* The sums of four vectors. */
 INLINE Four sum_four(V a, V b, V c, V d) {
     V all[4] = {a, b, c, d};
@@ -138,12 +136,9 @@ INLINE Four sum_four(V a, V b, V c, V d) {
             for (int piece = 0; piece < width; piece++) pieces[piece] += pieces[piece + width];
         part[i] = pieces[0];
     }
-    typedef int Order __attribute__((vector_size(16)));
-    Four ab = __builtin_shuffle(part[0], part[1], (Order){0, 4, 1, 5}) +
-              __builtin_shuffle(part[0], part[1], (Order){2, 6, 3, 7});
-    Four cd = __builtin_shuffle(part[2], part[3], (Order){0, 4, 1, 5}) +
-              __builtin_shuffle(part[2], part[3], (Order){2, 6, 3, 7});
-    return __builtin_shuffle(ab, cd, (Order){0, 1, 4, 5}) + __builtin_shuffle(ab, cd, (Order){2, 3, 6, 7});
+    Four columns[4];
+    transpose_four(part, columns);
+    return (columns[0] + columns[2]) + (columns[1] + columns[3]);
 }
 
 /* Sizes of `few_rows_product`, and the distances of rows in elements. */

@@ -22,6 +22,9 @@ typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef uint32_t U __attribute__((vector_size(4 * LANES)));
 typedef uint16_t H __attribute__((vector_size(2 * LANES)));
 
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t FourI __attribute__((vector_size(16)));
+
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
@@ -95,6 +98,15 @@ INLINE V exponential(V x) {
     p = p * (r * r) + (r + 1.0f);
     V result = (V)((I)p + (I)((U)(I)shifted << 23));
     return zero_below(result, x, low);
+}
+
+INLINE void transpose_four(const Four *x, Four *y) {
+    Four a = __builtin_shuffle(x[0], x[1], (FourI){0, 4, 1, 5}), b = __builtin_shuffle(x[0], x[1], (FourI){2, 6, 3, 7});
+    Four c = __builtin_shuffle(x[2], x[3], (FourI){0, 4, 1, 5}), d = __builtin_shuffle(x[2], x[3], (FourI){2, 6, 3, 7});
+    y[0] = __builtin_shuffle(a, c, (FourI){0, 1, 4, 5});
+    y[1] = __builtin_shuffle(a, c, (FourI){2, 3, 6, 7});
+    y[2] = __builtin_shuffle(b, d, (FourI){0, 1, 4, 5});
+    y[3] = __builtin_shuffle(b, d, (FourI){2, 3, 6, 7});
 }
 
 INLINE float sum_lanes(V v) {
