@@ -211,7 +211,7 @@ class ArrayParts:
             merged = spec
             if self.predicts:
                 merged = replace(spec, adapters={})
-            self.attentions[spec] = CpuAttention(merged, self.scratch, self.tensor, self.context, not self.predicts)
+            self.attentions[spec] = CpuAttention(merged, self.scratch, self.tensor, self.context)
         return self.attentions[spec]
 
     def mlp_of(self, spec: MlpSpec | MoeSpec) -> CpuMlp | CpuMoe:

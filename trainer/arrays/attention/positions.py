@@ -6,7 +6,7 @@ which are masked for some queries; h half of the rotated numbers of a head, d he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,18 +18,11 @@ from trainer.data.batches.context import ContextShard
 from trainer.models.spec.visibility import attention_bias, visible_keys
 
 if TYPE_CHECKING:
-    from mindspore import Tensor
-
-    from trainer.arrays.tiles import Scratch
     from trainer.models.spec.model import AttentionSpec
 
 _QUERIES = 128  # of a block: half of what is computed on the diagonal is masked
 _KEYS = 64  # a block's keys begin at a multiple of this: softmax is compiled for each number of keys
 _CACHE_LINE = 16  # elements
-
-
-_ROW_KINDS = ("weight", "bias", "lora_B.weight", "lora_magnitude_vector")
-"""The parameters of a matrix with a row or number for each output."""
 
 
 class QueryBlock(NamedTuple):
@@ -136,46 +129,16 @@ def _keys_of_block(segments_T: np.ndarray, queries: slice, window: int | None) -
 
 
 class CpuRotary:
-    """Rotates pairs of a head's elements (Su et al. 2021, equation 34): elements i and i + h, or neighbours.
+    """Rotates pairs of a head's elements (Su et al. 2021, equation 34): elements i and i + h, or neighbours."""
 
-    Neighbours are rotated as one complex number, which takes a tenth of the time. So models that rotate i and i + h
-    compute queries and keys in another order (`pair_weights`), with pairs as neighbours. The order of a head's numbers
-    does not change a score, which is a sum over them.
-
-    Args:
-        pairs: Reorder the weights. A prediction, which does not copy weights, rotates i and i + h instead.
-
-    Attributes:
-        orders: By the name of each weight that makes or norms queries or keys: rows of a head, and their order.
-    """
-
-    def __init__(self, spec: AttentionSpec, pairs: bool = True) -> None:
+    def __init__(self, spec: AttentionSpec) -> None:
         self.size = spec.rotary_size
-        self.rotates_pairs = pairs or spec.rotary_interleaved
-        half = self.size // 2
+        self.rotates_neighbours = spec.rotary_interleaved
         # Which angles of the tables belong to the pairs; both elements of a pair have the same angle.
-        if spec.rotary_interleaved:
+        if self.rotates_neighbours:
             self.angles = slice(0, self.size, 2)
         else:
-            self.angles = slice(half)
-        self.orders: dict[str, tuple[int, np.ndarray]] = {}
-        if spec.rotary_interleaved or not pairs or not self.size:
-            return
-        pair_order = np.arange(self.size).reshape(2, -1).T.reshape(-1)
-        if spec.latent is None:
-            order = np.concatenate((pair_order, np.arange(self.size, spec.head_size)))
-            names = [f"self_attn.{one}_proj.{kind}" for one in "qk" for kind in _ROW_KINDS]
-            names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-            self.orders = dict.fromkeys(names, (spec.head_size, order))
-            return
-        rotated = np.concatenate((pair_order, np.arange(self.size, spec.latent.rope_size)))
-        query_order = np.concatenate((np.arange(spec.latent.nope_size), spec.latent.nope_size + rotated))
-        down_size = spec.latent.key_value_rank + spec.latent.rope_size
-        down_order = np.concatenate((np.arange(spec.latent.key_value_rank), spec.latent.key_value_rank + rotated))
-        for kind in _ROW_KINDS:
-            self.orders[f"self_attn.q_proj.{kind}"] = spec.head_size, query_order
-            self.orders[f"self_attn.q_b_proj.{kind}"] = spec.head_size, query_order
-            self.orders[f"self_attn.kv_a_proj_with_mqa.{kind}"] = down_size, down_order
+            self.angles = slice(self.size // 2)
 
     def table(self, cos_Nd: np.ndarray, sin_Nd: np.ndarray) -> np.ndarray:
         """Returns the rotations of tokens for `apply`, cos + i sin, complex [N, 1, h]."""
@@ -186,42 +149,7 @@ class CpuRotary:
         if not self.size:
             return
         numbers = x_nhd[..., : self.size]
-        if self.rotates_pairs:
+        if self.rotates_neighbours:
             operators().rotate(numbers, rotation_n1h)
         else:
             operators().rotate_halves(numbers, rotation_n1h)
-
-    def pair_weights(self, weights: Mapping[str, np.ndarray], scratch: Scratch) -> Mapping[str, np.ndarray]:
-        """Returns the weights with those of queries and keys reordered: the elements of a pair become neighbours."""
-        changed = {
-            name: _reorder_rows(weights[name], size, order, scratch)
-            for name, (size, order) in self.orders.items()
-            if name in weights
-        }
-        if changed:
-            return {**weights, **changed}
-        return weights
-
-    def unpair_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Puts the gradients of reordered weights into the order of the model, in place, and returns all gradients."""
-        for name, (size, order) in self.orders.items():
-            if name in gradients:
-                by_head = _by_head(gradients[name].asnumpy(), size)
-                by_head[:, order] = by_head.copy()
-        return gradients
-
-
-def _reorder_rows(array: np.ndarray, size: int, order: np.ndarray, scratch: Scratch) -> np.ndarray:
-    """Returns a copy with the rows of each head in another order.
-
-    It is in memory that the next layer uses again. With copies in NumPy's memory a LoRA step of Qwen3-0.6B with 512
-    tokens was measured to take 120 MB more, 5 MB for each layer.
-    """
-    by_head = _by_head(array, size)
-    out = scratch.take_for_part(*by_head.shape, dtype=array.dtype.type)
-    np.take(by_head, order, axis=1, out=out, mode="clip")  # other modes copy `out`
-    return out.reshape(array.shape)
-
-
-def _by_head(array: np.ndarray, size: int) -> np.ndarray:
-    return array.reshape(-1, size, *array.shape[1:])

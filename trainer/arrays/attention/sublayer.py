@@ -209,18 +209,17 @@ class CpuAttention:
         spec: With the heads of this rank.
         tensor: The tensor-parallel ranks; None: this rank has all heads.
         context: The context-parallel ranks; None: this rank has all tokens.
-        pairs: See `CpuRotary`.
     """
 
     def __init__(
         self, spec: AttentionSpec, scratch: Scratch, tensor: SequenceParallelComm | None = None,
-        context: ContextParallel | None = None, pairs: bool = True,
+        context: ContextParallel | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.scratch = scratch
         self.gathers = tensor is not None and tensor.sequence_parallel
         self.context = context
-        self.rotary = CpuRotary(spec, pairs)
+        self.rotary = CpuRotary(spec)
         self.projections: HeadProjections | LatentProjections
         if spec.latent is None:
             self.projections = HeadProjections(spec, self.rotary, scratch, tensor)
@@ -242,7 +241,6 @@ class CpuAttention:
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
         """Returns the residual stream after the sublayer."""
-        call.weights = self.rotary.pair_weights(call.weights, self.scratch)
         dtype = call.weights[self.output.linear.weight].dtype
         tokens = len(positions.rotation_N1h)
         sequences = positions.select_blocks(self.spec.window)
@@ -352,7 +350,6 @@ class CpuAttention:
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
     ) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights; overwrites `call.saved`."""
-        call.weights = self.rotary.pair_weights(call.weights, self.scratch)
         saved = call.saved
         context = self.context
         sequences = positions.select_blocks(self.spec.window)
@@ -387,7 +384,7 @@ class CpuAttention:
                 local_MK = context.reduce_keys(grads[place], len(sequences))
                 grads[place] = context.to_tokens(local_MK, self.spec.kv_heads, len(sequences))
         self.projections.backward(call, x_ND, positions, grads, grad_ND, out_ND)
-        return result, self.rotary.unpair_gradients(call.gradients.compute())
+        return result, call.gradients.compute()
 
     def _sinks(self, call: SublayerCall) -> np.ndarray | None:
         """Returns the sinks of the heads whose attention this rank computes, [K, G]; None without sinks."""
