@@ -21,8 +21,9 @@ def product_ceiling() -> float:
     """Returns GFLOP/s of all cores together, in tiles of `_ROWS` rows; the fastest of some trials."""
     threads = host_threads()
     rows = 16 * _ROWS * threads.threads
-    x = np.zeros((rows, _WIDTH), np.float32)
-    weight = np.zeros((_WIDTH, _WIDTH), np.float32)
+    # Not zeros: their pages are one and the same until something is written to them.
+    x = np.ones((rows, _WIDTH), np.float32)
+    weight = np.ones((_WIDTH, _WIDTH), np.float32)
     out = np.empty((rows, _WIDTH), np.float32)
     shortest = float("inf")
     for _ in range(_TRIALS):
