@@ -87,6 +87,11 @@ class PartWeights:
         if dtype != "float32":
             self.narrow = frozenset(narrow)
 
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether `arrays` returns no copies of matrices: those of the forward pass serve the backward pass, too."""
+        return not self.narrow and not any(isinstance(weight, FrozenMatrix) for weight in self.named.values())
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the weights by name, in the dtypes in which the part computes with them."""
         arrays: dict[str, Any] = {}
@@ -147,18 +152,22 @@ class _PartCell(nn.Cell):
         self.save = save
         self.dropout = dropout
         self.saved: dict[str, Any] | None = None
+        self.arrays: dict[str, np.ndarray] | None = None
 
     def construct(self, *inputs_and_trained: Tensor) -> Results:
         """Returns the results of the part; with `save`, keeps the arrays that `bprop` needs."""
         inputs = self.arguments(inputs_and_trained)
-        with self.unsharded_weights():
+        unsharded = self.unsharded_weights()
+        with unsharded:
+            weights = self.weights.arrays()
             call = SublayerCall(
-                self.weights.arrays(), dropout=self.dropout, save=self.save, trained=self.trained,
-                max_logits=self.max_logits,
-            )  # fmt: skip
+                weights, dropout=self.dropout, save=self.save, trained=self.trained, max_logits=self.max_logits
+            )
             results = self.part.forward(call, *inputs)
         if self.save:
             self.saved = call.saved
+        if isinstance(unsharded, contextlib.nullcontext) and self.weights.may_be_kept:
+            self.arrays = weights
         return results
 
     def bprop(self, *arguments: Any) -> tuple[Tensor, ...]:
@@ -175,7 +184,9 @@ class _PartCell(nn.Cell):
         if not isinstance(self.part, CpuEmbedding) or self.part.adapter is not None:
             unsharded = self.unsharded_weights()
         with unsharded:
-            weights = self.weights.arrays()
+            weights = self.arrays
+            if weights is None:
+                weights = self.weights.arrays()
             if saved is None:
                 recomputed = SublayerCall(weights, dropout=self.dropout, compute_output=False)
                 self.part.forward(recomputed, *inputs)

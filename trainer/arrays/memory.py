@@ -126,7 +126,9 @@ def narrow_weight(weight_OI: np.ndarray, dtype: type = BFLOAT16) -> np.ndarray:
 
 def host_array(tensor: Tensor, rounded_to: mstype.Type = mstype.float32) -> np.ndarray:
     """Returns a tensor as a float32 array, rounded to a dtype first. It may share the tensor's memory: only read it."""
-    return cast(cast(tensor, rounded_to), mstype.float32).asnumpy()
+    if rounded_to != mstype.float32:
+        tensor = cast(tensor, rounded_to)
+    return cast(tensor, mstype.float32).asnumpy()
 
 
 def cast(tensor: Tensor, dtype: mstype.Type) -> Tensor:
