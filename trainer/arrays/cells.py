@@ -185,6 +185,7 @@ class _PartCell(nn.Cell):
             unsharded = self.unsharded_weights()
         with unsharded:
             weights = self.arrays
+            self.arrays = None
             if weights is None:
                 weights = self.weights.arrays()
             if saved is None:

@@ -7,6 +7,7 @@ timed while `Patches` are applied. This module says which functions, and the row
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -80,10 +81,11 @@ def _product_cost(arguments: tuple) -> tuple[float, float]:
     return moved, 2.0 * out.size * a.shape[-1]
 
 
-def _attention_cost(products: int, q: np.ndarray, k: np.ndarray, bias: np.ndarray) -> tuple[float, float]:
-    """Counts operations of the products that fused attention needs, as wide as queries, each once for a visible key."""
-    visible = len(q) * (len(k) - bias.shape[1]) + int((bias == 0).sum())
-    return 0.0, 2.0 * products * visible * q.shape[1]
+def _attention_cost(products: int, arguments: tuple) -> tuple[float, float]:
+    """Counts operations of the products that fused attention needs, each once for a visible key."""
+    _, sizes, _, bias, *_ = arguments
+    visible = sizes.queries * sizes.visible + int((bias == 0).sum())
+    return 0.0, products * visible * sizes.heads * sizes.groups * (sizes.size + sizes.value_size)
 
 
 def _arrays_cost(arguments: tuple) -> tuple[float, float]:
@@ -140,11 +142,8 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     measure(sublayer.CpuLinear, "add_adapter_gradients", _WEIGHT_GRADIENTS, calls=0)
     kind = type(operators())
     measure(kind, "matmul", _product_name, _product_cost)
-    for attribute, cost in (
-        ("forward", lambda call: _attention_cost(2, call[1], call[2], call[4])),
-        ("backward", lambda call: _attention_cost(5, call[1][0], call[1][1], call[2])),
-    ):
-        measure(fused.CompiledAttention, attribute, _FUSED, cost)
+    for attribute, products in (("forward", 2), ("backward", 5)):
+        measure(fused.CompiledAttention, attribute, _FUSED, functools.partial(_attention_cost, products))
     for attribute in ("softmax", "softmax_gradient"):
         measure(kind, attribute, lambda timer, _: f"{timer.part.split(':')[0]}: softmax", _arrays_cost)
     for attribute in ("gated", "gated_gradient", "weighted_gated_gradient"):

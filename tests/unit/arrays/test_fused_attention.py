@@ -12,6 +12,7 @@ import pytest
 from operator_sets import EACH_COMPILED
 from tolerances import rounding_limit
 
+from trainer.arrays.compiled.attention import AttentionSizes
 from trainer.arrays.compiled.operators import CompiledOperators
 from trainer.models.spec.visibility import attention_bias
 
@@ -27,6 +28,26 @@ class Block(NamedTuple):
     grad: np.ndarray
     bias: np.ndarray
     heads: int
+
+    @property
+    def sizes(self) -> AttentionSizes:
+        """Returns what the compiled functions take."""
+        keys, width = self.k.shape
+        return AttentionSizes(
+            queries=len(self.q), keys=keys, heads=self.heads, groups=self.q.shape[1] // width,
+            size=width // self.heads, value_size=self.v.shape[1] // self.heads, visible=keys - self.bias.shape[1],
+        )  # fmt: skip
+
+    @property
+    def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.q, self.k, self.v
+
+    def scratch(self, gradient: bool) -> np.ndarray:
+        """Returns memory without numbers that are fit for use, and a guard behind it."""
+        return np.full(self.sizes.scratch(gradient) + GUARD, np.nan, np.float32)
+
+
+GUARD = 100
 
 
 def make_block(
@@ -48,14 +69,11 @@ def fused(run: CompiledOperators, block: Block) -> dict[str, np.ndarray]:
     """Returns the results of the heads, and the gradients of queries, keys and values."""
     attention = run.fused_attention(block.q)
     assert attention is not None
-    out, *grads = (np.zeros_like(array) for array in (block.grad, block.q, block.k, block.v))
-
-    def take(size: int) -> np.ndarray:
-        """Returns memory without numbers that are fit for use."""
-        return np.full(size, np.nan, np.float32)
-
-    attention.forward(block.q, block.k, block.v, block.bias, out, block.heads, take)
-    attention.backward((block.q, block.k, block.v), block.bias, block.grad, grads, block.heads, take)
+    out, *grads = (np.zeros_like(array) for array in (block.grad, *block.inputs))
+    scratch, other = block.scratch(False), block.scratch(True)
+    attention.forward(block.sizes, block.inputs, block.bias, out, scratch)
+    attention.backward(block.sizes, block.inputs, block.bias, block.grad, grads, other)
+    assert np.isnan(scratch[-GUARD:]).all() and np.isnan(other[-GUARD:]).all()
     return dict(zip(NUMBERS, (out, *grads), strict=True))
 
 
@@ -111,11 +129,10 @@ def test_heads_in_wider_arrays_leave_the_others_alone(run: CompiledOperators) ->
     columns = middle_q, middle_k, middle_v
     for array, column in zip(grads, columns, strict=True):
         array[:, column] = 0
-    attention.backward(
-        [array[:, column] for array, column in zip((block.q, block.k, block.v), columns, strict=True)], block.bias,
-        block.grad[:, middle_out], [array[:, column] for array, column in zip(grads, columns, strict=True)], 1,
-        lambda size: np.full(size, np.nan, np.float32),
-    )  # fmt: skip
+    sizes = block.sizes._replace(heads=1)
+    inputs = [array[:, column] for array, column in zip(block.inputs, columns, strict=True)]
+    middle = [array[:, column] for array, column in zip(grads, columns, strict=True)]
+    attention.backward(sizes, inputs, block.bias, block.grad[:, middle_out], middle, block.scratch(True))
     for name, array, column in zip("qkv", grads, columns, strict=True):
         np.testing.assert_array_equal(array[:, column], whole[name][:, column], err_msg=name)
         assert np.count_nonzero(array == 7) >= array.size * 2 // 3
@@ -127,10 +144,7 @@ def test_the_largest_scores_of_heads_are_those_that_queries_see(run: CompiledOpe
     attention = run.fused_attention(block.q)
     assert attention is not None
     largest = np.array([[0, 100], [0, 0]], np.float32)
-    attention.forward(
-        block.q, block.k, block.v, block.bias, np.empty_like(block.grad), 2, lambda size: np.empty(size, np.float32),
-        largest,
-    )  # fmt: skip
+    attention.forward(block.sizes, block.inputs, block.bias, np.empty_like(block.grad), block.scratch(False), largest)
     q, k = (array.reshape(len(array), -1, 16).transpose(1, 0, 2) for array in (block.q, block.k))
     scores = q @ k.repeat(2, 0).transpose(0, 2, 1)
     scores[..., 90 - block.bias.shape[1] :] += block.bias
@@ -145,7 +159,7 @@ def test_results_may_replace_the_queries(run: CompiledOperators) -> None:
     expected = fused(run, block)["out"]
     attention = run.fused_attention(block.q)
     assert attention is not None
-    attention.forward(block.q, block.k, block.v, block.bias, block.q, 2, lambda size: np.empty(size, np.float32))
+    attention.forward(block.sizes, block.inputs, block.bias, block.q, block.scratch(False))
     np.testing.assert_array_equal(block.q, expected)
 
 

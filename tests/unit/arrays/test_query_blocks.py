@@ -44,3 +44,18 @@ def test_with_sinks_the_block_with_most_keys_need_not_need_most_memory() -> None
     for place, array in enumerate(packed):
         np.testing.assert_allclose(array, np.concatenate([each[place] for each in apart]), atol=limit)
     np.testing.assert_allclose(packed_sinks, apart[0][-1] + apart[1][-1], atol=limit * sum(documents))
+
+
+def test_the_blocks_of_a_sequence_share_their_scratch_memory() -> None:
+    """A thread keeps the memory that a task took: taken anew for each block, it would grow with their number."""
+    model = {**MODEL, "attention_sinks": False}
+    attention = BlockAttention(attention_spec(decoder_settings(**model)), HEADS, HEADS)
+    (sequence,) = query_blocks(np.zeros((1, 1000), np.int32))
+    arrays = [np.ones((1000, HEADS * SIZE), np.float32) for _ in range(7)]
+    scratch = Scratch()
+    used = []
+    for blocks in (sequence.blocks[-1:], sequence.blocks):
+        tile = scratch.tile(sequence.keys, 0)
+        attention.backward(sequence._replace(blocks=blocks), slice(0, HEADS), *arrays, tile, None)
+        used.append(tile.memory.used)
+    assert len(sequence.blocks) == 8 and used[0] == used[1]

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.arrays.compiled.attention import AttentionSizes, CompiledAttention
 from trainer.arrays.memory import downcast_if_needed, part_of, row_blocks
 from trainer.arrays.numpy_operators import soft_cap
 from trainer.arrays.operators import operators
 
 if TYPE_CHECKING:
     from trainer.arrays.attention.positions import QueryBlock, SequenceBlocks
-    from trainer.arrays.compiled.attention import CompiledAttention
     from trainer.arrays.dropout import LayerDropout
     from trainer.arrays.tiles import Tile
     from trainer.models.spec.model import AttentionSpec
@@ -58,12 +58,12 @@ class BlockAttention:
         run = operators()
         fused = self._fused(q_NC, dropout)
         if fused is not None:
-            rows = block.queries
-            keys = block.keys
-            fused.forward(
-                q_NC[rows], k_NK[keys], v_NK[keys], block.bias_QM, out_NV[rows], self.kv_heads, tile.take_array,
-                max_logits,
-            )  # fmt: skip
+            heads = slice(0, self.kv_heads)
+            sizes = self._sizes(block, heads)
+            q_place, k_place, v_place, out_place = self._places(block, heads)
+            inputs = q_NC[q_place], k_NK[k_place], v_NK[v_place]
+            scratch = tile.take_array(sizes.scratch(gradient=False))
+            fused.forward(sizes, inputs, block.bias_QM, out_NV[out_place], scratch, max_logits)
             return
         head_blocks = list(self._head_blocks([block], self.kv_heads))
         scores_buffer, narrow_buffer = self._score_buffers(block, head_blocks[0], q_NC.dtype, tile, 1)
@@ -108,15 +108,13 @@ class BlockAttention:
             return
         fused = self._fused(q_NC, dropout)
         if fused is not None:
-            inputs = q_NC, k_NK, v_NK
-            grads = grad_q_NC, grad_k_NK, grad_v_NK
-            for block in sequence.blocks:
-                places = self._places(block, heads)
-                fused.backward(
-                    [array[place] for array, place in zip(inputs, places, strict=False)], block.bias_QM,
-                    grad_NV[places[3]], [array[place] for array, place in zip(grads, places, strict=False)],
-                    heads.stop - heads.start, tile.take_array,
-                )  # fmt: skip
+            all_sizes = [self._sizes(block, heads) for block in sequence.blocks]
+            scratch = tile.take_array(max(sizes.scratch(gradient=True) for sizes in all_sizes))
+            for block, sizes in zip(sequence.blocks, all_sizes, strict=True):
+                q_place, k_place, v_place, out_place = self._places(block, heads)
+                inputs = q_NC[q_place], k_NK[k_place], v_NK[v_place]
+                grads = grad_q_NC[q_place], grad_k_NK[k_place], grad_v_NK[v_place]
+                fused.backward(sizes, inputs, block.bias_QM, grad_NV[out_place], grads, scratch)
             return
         longest = max(sequence.blocks, key=self._scores)
         wide_buffers, narrow_buffers = self._score_buffers(longest, heads, q_NC.dtype, tile, 2)
@@ -148,6 +146,13 @@ class BlockAttention:
         if self.cap is not None or self.extra_keys or (dropout is not None and self.rate):
             return None
         return operators().fused_attention(q_NC)
+
+    def _sizes(self, block: QueryBlock, heads: slice) -> AttentionSizes:
+        queries, masked = block.bias_QM.shape
+        keys = block.keys.stop - block.keys.start
+        return AttentionSizes(
+            queries, keys, heads.stop - heads.start, self.groups, self.head_size, self.value_size, keys - masked
+        )
 
     def _places(self, block: QueryBlock, heads: slice) -> list[tuple[slice, slice]]:
         """Returns where some heads of a block are in the arrays of queries, keys, values and results."""

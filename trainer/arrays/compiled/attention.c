@@ -13,7 +13,8 @@
 #define STRIP 64 /* queries, filled up with zeros */
 #define KEYS 96 /* whose rows fit the first cache */
 
-/* Sizes of a block, and the distances of the rows of its arrays in elements. All queries see the first `visible` keys. */
+/* Sizes of a block, `groups` query heads for each of `heads` key/value heads, and the distances of the rows of its arrays
+   in elements: `out_row` is also that of the gradient of the result. All queries see the first `visible` keys. */
 typedef struct {
     long queries, keys, heads, groups, size, value_size, visible;
     long q_row, k_row, v_row, out_row, grad_q_row, grad_k_row, grad_v_row;
@@ -30,6 +31,7 @@ static void multiply_panel(const float *a, long a_row, long a_step, const float 
     multiply_last_rows(a, a_row, a_step, b, b_row, c, c_row, rows, inner, accumulate);
 }
 
+/* Each loop goes through some `rows` from `key` on. */
 #define FOR_KEYS(key, rows, keys) \
     for (long key = 0, rows; rows = (keys) - key < KEYS ? (keys) - key : KEYS, key < (keys); key += KEYS)
 #define FOR_PANELS(panel, width) for (long panel = 0; panel < (width); panel += PANEL)
@@ -57,11 +59,11 @@ static void sum_queries(const float *x, const float *y, float *out, long keys, l
 
 static long padded(long size) { return (size + PANEL - 1) / PANEL * PANEL; }
 
-/* out[columns, STRIP] = x[rows, columns]^T; `end` fills up the rows of out. */
-static void transpose(const float *x, long x_row, float *out, long rows, long columns, float end) {
+/* out[columns, STRIP] = x[rows, columns]^T, with `filler` in the other columns of out. */
+static void transpose(const float *x, long x_row, float *out, long rows, long columns, float filler) {
     for (long column = 0; column < columns; column++, x++, out += STRIP) {
         for (long row = 0; row < rows; row++) out[row] = x[row * x_row];
-        for (long row = rows; row < STRIP; row++) out[row] = end;
+        for (long row = rows; row < STRIP; row++) out[row] = filler;
     }
 }
 
@@ -92,17 +94,18 @@ static float *transpose_bias(const BlockSizes *n, const float *bias, float *out)
     return out;
 }
 
-static int sees(const float *bias) {
+/* Whether a query of the strip sees the key with this row of biases. */
+static int is_seen(const float *bias) {
     for (long query = 0; query < STRIP; query++)
         if (bias[query] >= 0) return 1;
     return 0;
 }
 
-/* Returns the keys of a strip without those at either end that none of its queries sees. */
+/* Returns the keys of a strip without those at either end that none of its queries sees. Each query sees one. */
 static Keys strip_keys(const BlockSizes *n, const float *bias) {
     long first = 0, end = n->keys;
-    while (end > n->visible && !sees(bias + (end - 1 - n->visible) * STRIP)) end--;
-    while (!n->visible && first < end && !sees(bias + first * STRIP)) first++;
+    while (end > n->visible && !is_seen(bias + (end - 1 - n->visible) * STRIP)) end--;
+    while (!n->visible && first < end && !is_seen(bias + first * STRIP)) first++;
     return (Keys){first, end - first};
 }
 
@@ -111,7 +114,7 @@ typedef struct {
     float largest[STRIP], inverse[STRIP];
 } Softmax;
 
-/* Replaces scores [keys, STRIP] by exp(score - the query's largest). */
+/* Replaces scores [keys, STRIP] by exp(score - the query's largest). A NaN makes the sum of its query one. */
 static void exponentials(float *scores, long keys, Softmax *softmax) {
     for (long lane = 0; lane < STRIP; lane += PANEL) {
         float *column = scores + lane;
@@ -160,7 +163,7 @@ static void scores_gradient(float *p, float *grad, long keys, const float *inver
     }
 }
 
-/* softmax(q k^T + bias) v for all query heads of `heads` key/value heads. Out may be q.
+/* softmax(q k^T + bias) v for all query heads of `heads` key/value heads. Out may be q if values are as wide.
 
    `largest`, the largest score of each query head, takes larger ones; it may be NULL. */
 EXPORT void attention(const float *q, const float *k, const float *v, const float *bias, float *out, float *largest,
@@ -178,7 +181,8 @@ EXPORT void attention(const float *q, const float *k, const float *v, const floa
                 transpose(q + query * n->q_row, n->q_row, columns, queries, n->size, 0);
                 compute_scores(n, columns, k, n->k_row, added, keys, scores, &softmax);
                 for (long row = 0; largest && row < queries; row++) {
-                    float *most = largest + head * n->groups + group;
+                    float *most = largest + head * n->groups + group, sum = softmax.inverse[row];
+                    if (sum != sum) *most = NAN;
                     if (softmax.largest[row] > *most) *most = softmax.largest[row];
                 }
                 sum_keys(values + keys.first * n->value_size, scores, columns, keys.count, n->value_size);

@@ -48,6 +48,7 @@ _SIGNATURES = {
 _KINDS = ("silu", "gelu_pytorch_tanh", "relu2")  # of activations, by their numbers in rowwise.c
 _INNER = 256  # of products.c
 _PANEL = 32  # of panels.h, at most
+_TILE_ROWS = 8  # of panels.h, at most
 _PRODUCT_SCRATCH = 4 * _INNER * _PANEL + 16
 _FEW_ROWS = 16  # of a product or of a head's queries: with more, oneDNN is faster
 
@@ -77,7 +78,7 @@ class CompiledOperators(OneDnnOperators):
         if self.has_avx512 or not is_large or not is_slow:
             super()._product(a, b, out, accumulate)
             return
-        scratch = _PRODUCT_SCRATCH + _INNER * (len(a) + _PANEL)
+        scratch = _PRODUCT_SCRATCH + _INNER * (len(a) + _TILE_ROWS)
         if self.product_scratch.size < scratch:
             self.product_scratch = np.empty(scratch, np.float32)
         steps = [stride // 4 for stride in (*a.strides, *b.strides, out.strides[0])]

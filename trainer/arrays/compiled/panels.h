@@ -6,7 +6,7 @@
 #include "vectors.h"
 
 #define PANEL (2 * LANES)
-#define TILE_ROWS (LANES == 16 ? 8 : 6) /* whose sums fit the registers */
+#define TILE_ROWS (LANES == 16 ? 8 : 6) /* two sums each, beside two vectors of b and a number of a: 16 registers */
 
 /* c = a b, or is added to. Element (row, i) of a is row * a_row + i * a_step from its start. Sums go one after the other
    over i: a number depends neither on its place nor on how often the sum is interrupted. */

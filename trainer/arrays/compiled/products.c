@@ -95,7 +95,7 @@ static void multiply_rows(Rows a, const float *panel, float *out, long out_row, 
 /* The same for the last panel, with fewer columns: tile by tile through memory of its own. */
 static void multiply_last_columns(Rows a, const float *panel, float *out, long out_row, long rows, long columns,
                                   long inner, int accumulate, Ahead *ahead) {
-    float tile[TILE_ROWS * PANEL];
+    float tile[TILE_ROWS * PANEL] = {0};
     for (; rows > 0; rows -= TILE_ROWS, a.start += a.tile, out += TILE_ROWS * out_row) {
         long used = at_most(rows, TILE_ROWS);
         for (long row = 0; accumulate && row < used; row++)

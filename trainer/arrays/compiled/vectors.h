@@ -37,7 +37,7 @@ INLINE V load_end(const float *x, long size) { V v = {0}; memcpy(&v, x, 4 * size
 INLINE void store_end(float *x, V v, long size) { memcpy(x, &v, 4 * size); }
 INLINE V fill_end(float x, long size) { V v = {0}; for (long lane = 0; lane < size; lane++) v[lane] = x; return v; }
 
-/* The larger elements; NaN in y comes through. */
+/* The larger elements; NaN in y comes through, NaN in x is lost. */
 INLINE V larger(V x, V y) {
 #if LANES == 16
     return _mm512_max_ps(x, y);
@@ -100,13 +100,19 @@ INLINE V exponential(V x) {
     return zero_below(result, x, low);
 }
 
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (FourI){__VA_ARGS__})
+#endif
+
 INLINE void transpose_four(const Four *x, Four *y) {
-    Four a = __builtin_shuffle(x[0], x[1], (FourI){0, 4, 1, 5}), b = __builtin_shuffle(x[0], x[1], (FourI){2, 6, 3, 7});
-    Four c = __builtin_shuffle(x[2], x[3], (FourI){0, 4, 1, 5}), d = __builtin_shuffle(x[2], x[3], (FourI){2, 6, 3, 7});
-    y[0] = __builtin_shuffle(a, c, (FourI){0, 1, 4, 5});
-    y[1] = __builtin_shuffle(a, c, (FourI){2, 3, 6, 7});
-    y[2] = __builtin_shuffle(b, d, (FourI){0, 1, 4, 5});
-    y[3] = __builtin_shuffle(b, d, (FourI){2, 3, 6, 7});
+    Four a = PICK(x[0], x[1], 0, 4, 1, 5), b = PICK(x[0], x[1], 2, 6, 3, 7);
+    Four c = PICK(x[2], x[3], 0, 4, 1, 5), d = PICK(x[2], x[3], 2, 6, 3, 7);
+    y[0] = PICK(a, c, 0, 1, 4, 5);
+    y[1] = PICK(a, c, 2, 3, 6, 7);
+    y[2] = PICK(b, d, 0, 1, 4, 5);
+    y[3] = PICK(b, d, 2, 3, 6, 7);
 }
 
 INLINE float sum_lanes(V v) {
