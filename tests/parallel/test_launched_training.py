@@ -92,7 +92,11 @@ def checkpoints(output: Path) -> list[str]:
 
 
 def pid(job: Launcher, rank: int) -> int | None:
-    state = json.loads((job.logs / "job" / "state.json").read_text())
+    """Returns the process of a rank; None before it runs, and while a job that begins anew renames its old files."""
+    try:
+        state = json.loads((job.logs / "job" / "state.json").read_text())
+    except FileNotFoundError:
+        return None
     return state["workers"][rank]["pid"]
 
 
