@@ -45,6 +45,11 @@ def end_all() -> None:
         _started().pop().kill_family()
 
 
+def _environment() -> dict[str, str]:
+    """Returns the environment without the variable that pytest changes while tests run in threads."""
+    return {name: os.environ[name] for name in os.environ if name != "PYTEST_CURRENT_TEST"}
+
+
 class Launcher:
     """A running launcher, whose whole family of processes can be found.
 
@@ -67,7 +72,7 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, **environment, MARK: self.mark},
+                env={**_environment(), **environment, MARK: self.mark},
             )
 
     @property
