@@ -315,8 +315,7 @@ def test_in_the_background(tmp_path: Path) -> None:
     assert job.printed.startswith(f"job: {job.logs}/job\n")
     job.wait_for_step(3)
     code, said, _ = call(tmp_path, "status", "logs")
-    assert code == 0 and ": runs" in said and "at step" in said
-    assert "rank 1: running (process" in said or "rank 1: waiting at" in said  # for rank 0, on a busy machine
+    assert code == 0 and ": runs" in said and "rank 1: running (process" in said and "at step" in said
     code, said, _ = call(tmp_path, "stop", "logs")
     assert code == 0 and "stopped by SIGTERM" in said
     assert not job.family() and "saved after SIGTERM" in job.log(1)
