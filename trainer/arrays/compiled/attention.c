@@ -33,7 +33,7 @@ static void multiply_panel(const float *a, long a_row, long a_step, const float 
 
 /* Each loop goes through some `rows` from `key` on. */
 #define FOR_KEYS(key, rows, keys) \
-    for (long key = 0, rows; rows = (keys) - key < KEYS ? (keys) - key : KEYS, key < (keys); key += KEYS)
+    for (long key = 0, rows; rows = at_most((keys) - key, KEYS), key < (keys); key += KEYS)
 #define FOR_PANELS(panel, width) for (long panel = 0; panel < (width); panel += PANEL)
 
 /* out[keys, STRIP] = x[keys, size] y[size, STRIP] */
@@ -82,9 +82,7 @@ static void add_rows(const float *x, long x_row, float *out, long out_row, long 
         for (long i = 0; i < size; i++) out[i] += x[i];
 }
 
-static long strip_queries(const BlockSizes *n, long query) {
-    return n->queries - query < STRIP ? n->queries - query : STRIP;
-}
+static long strip_queries(const BlockSizes *n, long query) { return at_most(n->queries - query, STRIP); }
 
 /* Transposes the terms that are added to scores of the other keys: [strips, keys, STRIP]. */
 static float *transpose_bias(const BlockSizes *n, const float *bias, float *out) {

@@ -45,6 +45,8 @@ INLINE void multiply_last_rows(const float *a, long a_row, long a_step, const fl
     if (rows) multiply_tile(a, a_row, a_step, b, b_row, c, c_row, inner, accumulate, 1);
 }
 
+static long at_most(long size, long limit) { return size < limit ? size : limit; }
+
 static float *aligned(float *scratch) { return (float *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63); }
 
 #endif

@@ -31,8 +31,6 @@ INLINE void fetch(Ahead *ahead, long lines) {
     }
 }
 
-static long at_most(long size, long limit) { return size < limit ? size : limit; }
-
 /* Of b, the block of `columns` columns and `inner` rows from (row, column). */
 static Ahead block_ahead(const float *b, const MatrixSizes *n, long row, long column) {
     long inner = at_most(n->inner - row, INNER), columns = at_most(n->columns - column, BLOCK);
