@@ -18,7 +18,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
-from trainer.arrays.memory import host_array, narrow_weight
+from trainer.arrays.memory import host_array, narrow_weight, shared_array
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.stored import stored_operands
 from trainer.arrays.tiles import Scratch, SublayerCall
@@ -219,7 +219,7 @@ class BlockPart:
     def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
         """Returns the residual stream after the layer."""
         first = _sublayer_call(call, compute_output=True, max_logits=call.max_logits)
-        middle_ND = self.attention.forward(first, x_ND, positions).asnumpy()
+        middle_ND = shared_array(self.attention.forward(first, x_ND, positions))
         second = _sublayer_call(call, compute_output=call.compute_output)
         result = self.mlp.forward(second, middle_ND)
         if call.save:
@@ -233,7 +233,7 @@ class BlockPart:
         of_mlp, mlp_gradients = self.mlp.backward(_saved_call(call, "mlp"), call.saved.pop("middle"), grad_ND)
         # The call of the feed-forward sublayer is gone, and with it the arrays that the sublayer has saved.
         first = _saved_call(call, "attention", call.input_gradient)
-        result, gradients = self.attention.backward(first, x_ND, positions, of_mlp.asnumpy())
+        result, gradients = self.attention.backward(first, x_ND, positions, shared_array(of_mlp))
         return result, mlp_gradients | gradients
 
 
@@ -243,7 +243,7 @@ class ParallelBlockPart(BlockPart):
     def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
         """Returns the residual stream after the layer."""
         first = _sublayer_call(call, compute_output=call.compute_output, max_logits=call.max_logits)
-        stream_ND = self.attention.forward(first, x_ND, positions).asnumpy()
+        stream_ND = shared_array(self.attention.forward(first, x_ND, positions))
         second = _sublayer_call(call, compute_output=call.compute_output)
         result = self.mlp.forward(second, x_ND, stream_ND)
         if call.save:
@@ -257,9 +257,9 @@ class ParallelBlockPart(BlockPart):
         of_mlp, mlp_gradients = self.mlp.backward(_saved_call(call, "mlp"), x_ND, grad_ND)
         first = _saved_call(call, "attention", call.input_gradient)
         result, gradients = self.attention.backward(first, x_ND, positions, grad_ND)
-        result.asnumpy()[...] += of_mlp.asnumpy()
+        shared_array(result)[...] += shared_array(of_mlp)
         for name in mlp_gradients.keys() & gradients.keys():  # of the norm that both take
-            gradients[name].asnumpy()[...] += mlp_gradients[name].asnumpy()
+            shared_array(gradients[name])[...] += shared_array(mlp_gradients[name])
         return result, mlp_gradients | gradients
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from trainer.arrays.memory import shared_array
 from trainer.ops.routing import Routing, RoutingCounts
 
 
@@ -35,7 +36,7 @@ def sum_of_squares(tensor: Tensor) -> float:
     The error is below 1e-7 of the sum. MindSpore's L2Loss adds in one float32 running sum on a CPU, which makes the
     result 0.3 % too small for three million values.
     """
-    flat = tensor.asnumpy().reshape(-1)  # a view, not a copy, on a CPU
+    flat = shared_array(tensor).reshape(-1)
     if flat.dtype != np.float32:
         flat = flat.astype(np.float32)
     row = 1024

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from trainer.arrays.memory import shared_array
 from trainer.ops.updates.adamw import AdamWItem, load_adamw
 from trainer.optim.base import Optimizer, expand_scale
 from trainer.optim.groups import STATE_NAMES, ParameterGroup
@@ -65,8 +66,8 @@ class AdamW(Optimizer):
         """Yields NumPy views of MindSpore's memory (on a CPU): writing to one writes to the parameter."""
         scales = expand_scale(scale, len(gradients))
         for (name, parameter), gradient, factor in zip(self.parameters.items(), gradients, scales, strict=True):
-            weight = parameter.asnumpy().reshape(-1)
-            gradient = gradient.asnumpy().reshape(-1)
+            weight = shared_array(parameter).reshape(-1)
+            gradient = shared_array(gradient).reshape(-1)
             if name in self.local_ranges:
                 local_range = self.local_ranges[name]
                 if gradient.size == weight.size:
