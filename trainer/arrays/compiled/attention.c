@@ -21,8 +21,15 @@ typedef struct {
 } BlockSizes;
 
 typedef struct {
-    long first, count;
+    long first, end;
 } Keys;
+
+/* The keys that queries of a strip see: those of each panel of queries, all, and those that all panels have in common.
+   `lanes` are its queries, rounded up to panels. */
+typedef struct {
+    long lanes;
+    Keys all, common, panels[STRIP / PANEL];
+} Strip;
 
 static void multiply_panel(const float *a, long a_row, long a_step, const float *b, long b_row, float *c, long c_row,
                            long rows, long inner, int accumulate) {
@@ -31,30 +38,57 @@ static void multiply_panel(const float *a, long a_row, long a_step, const float 
     multiply_last_rows(a, a_row, a_step, b, b_row, c, c_row, rows, inner, accumulate);
 }
 
-/* Each loop goes through some `rows` from `key` on. */
-#define FOR_KEYS(key, rows, keys) \
-    for (long key = 0, rows; rows = at_most((keys) - key, KEYS), key < (keys); key += KEYS)
+#define FOR_KEYS(key, stop, keys) \
+    for (long key = (keys).first, stop; stop = at_most(key + KEYS, (keys).end), key < (keys).end; key = stop)
 #define FOR_PANELS(panel, width) for (long panel = 0; panel < (width); panel += PANEL)
 
+/* Those of the keys of a panel that lie in a range. */
+static Keys panel_keys(const Strip *strip, long panel, long first, long end) {
+    Keys keys = strip->panels[panel / PANEL];
+    if (first > keys.first) keys.first = first;
+    keys.end = at_most(keys.end, end);
+    if (keys.end < keys.first) keys.end = keys.first;
+    return keys;
+}
+
 /* out[keys, STRIP] = x[keys, size] y[size, STRIP] */
-static void multiply_keys(const float *x, long x_row, const float *y, float *out, long keys, long size) {
-    FOR_KEYS(key, rows, keys)
-        FOR_PANELS(panel, STRIP)
-            multiply_panel(x + key * x_row, x_row, 1, y + panel, STRIP, out + key * STRIP + panel, STRIP, rows, size, 0);
+static void multiply_keys(const Strip *strip, const float *x, long x_row, const float *y, float *out, long size) {
+    FOR_KEYS(key, stop, strip->all)
+        FOR_PANELS(panel, strip->lanes) {
+            Keys own = panel_keys(strip, panel, key, stop);
+            float *to = out + own.first * STRIP + panel;
+            multiply_panel(x + own.first * x_row, x_row, 1, y + panel, STRIP, to, STRIP, own.end - own.first, size, 0);
+        }
 }
 
 /* out[size, STRIP] = x[keys, size]^T y[keys, STRIP] */
-static void sum_keys(const float *x, const float *y, float *out, long keys, long size) {
-    FOR_KEYS(key, rows, keys)
-        FOR_PANELS(panel, STRIP)
-            multiply_panel(x + key * size, 1, size, y + key * STRIP + panel, STRIP, out + panel, STRIP, size, rows, key > 0);
+static void sum_keys(const Strip *strip, const float *x, const float *y, float *out, long size) {
+    FOR_KEYS(key, stop, strip->all)
+        FOR_PANELS(panel, strip->lanes) {
+            Keys own = panel_keys(strip, panel, key, stop);
+            int continues = own.first > strip->panels[panel / PANEL].first;
+            if (own.end > own.first)
+                multiply_panel(x + own.first * size, 1, size, y + own.first * STRIP + panel, STRIP, out + panel, STRIP,
+                               size, own.end - own.first, continues);
+        }
 }
 
-/* out[keys, width] += x[keys, STRIP] y[STRIP, width] */
-static void sum_queries(const float *x, const float *y, float *out, long keys, long width) {
-    FOR_KEYS(key, rows, keys)
+/* out[keys, width] += x[keys, queries] y[queries, width] */
+static void add_products(const float *x, const float *y, float *out, Keys keys, long queries, long width) {
+    FOR_KEYS(key, stop, keys)
         FOR_PANELS(panel, width)
-            multiply_panel(x + key * STRIP, STRIP, 1, y + panel, width, out + key * width + panel, width, rows, STRIP, 1);
+            multiply_panel(x + key * STRIP, STRIP, 1, y + panel, width, out + key * width + panel, width, stop - key,
+                           queries, 1);
+}
+
+/* The same for all queries of a strip, which see different keys. */
+static void sum_queries(const Strip *strip, const float *x, const float *y, float *out, long width) {
+    add_products(x, y, out, strip->common, strip->lanes, width);
+    FOR_PANELS(panel, strip->lanes) {
+        const float *rows = y + panel * width;
+        add_products(x + panel, rows, out, panel_keys(strip, panel, 0, strip->common.first), PANEL, width);
+        add_products(x + panel, rows, out, panel_keys(strip, panel, strip->common.end, strip->all.end), PANEL, width);
+    }
 }
 
 static long padded(long size) { return (size + PANEL - 1) / PANEL * PANEL; }
@@ -92,19 +126,26 @@ static float *transpose_bias(const BlockSizes *n, const float *bias, float *out)
     return out;
 }
 
-/* Whether a query of the strip sees the key with this row of biases. */
+/* Whether a query of the panel sees the key with these biases. */
 static int is_seen(const float *bias) {
-    for (long query = 0; query < STRIP; query++)
-        if (bias[query] >= 0) return 1;
-    return 0;
+    uint32_t signs = ~0u, bits[PANEL];
+    memcpy(bits, bias, sizeof bits);
+    for (long query = 0; query < PANEL; query++) signs &= bits[query];
+    return !(signs >> 31);
 }
 
-/* Returns the keys of a strip without those at either end that none of its queries sees. Each query sees one. */
-static Keys strip_keys(const BlockSizes *n, const float *bias) {
-    long first = 0, end = n->keys;
-    while (end > n->visible && !is_seen(bias + (end - 1 - n->visible) * STRIP)) end--;
-    while (!n->visible && first < end && !is_seen(bias + first * STRIP)) first++;
-    return (Keys){first, end - first};
+/* Leaves out keys at either end that no query of a panel sees. Each query sees one. */
+static Strip find_keys(const BlockSizes *n, const float *bias, long queries) {
+    Strip strip = {padded(queries), {n->keys, 0}, {0, n->keys}, {{0}}};
+    FOR_PANELS(panel, strip.lanes) {
+        Keys keys = {0, n->keys};
+        while (keys.end > n->visible && !is_seen(bias + (keys.end - 1 - n->visible) * STRIP + panel)) keys.end--;
+        while (!n->visible && keys.first < keys.end && !is_seen(bias + keys.first * STRIP + panel)) keys.first++;
+        strip.panels[panel / PANEL] = keys;
+        strip.all = (Keys){at_most(strip.all.first, keys.first), strip.all.end > keys.end ? strip.all.end : keys.end};
+        strip.common = panel_keys(&strip, panel, strip.common.first, strip.common.end);
+    }
+    return strip;
 }
 
 /* Of the queries of a strip: their largest scores, and 1 / the sums of exp(score - largest). */
@@ -112,17 +153,25 @@ typedef struct {
     float largest[STRIP], inverse[STRIP];
 } Softmax;
 
-/* Replaces scores [keys, STRIP] by exp(score - the query's largest). A NaN makes the sum of its query one. */
-static void exponentials(float *scores, long keys, Softmax *softmax) {
-    for (long lane = 0; lane < STRIP; lane += PANEL) {
+/* Adds the biases of the strip to its scores [keys, STRIP], and replaces them by exp(score - the query's largest). A NaN
+   makes the sum of its query one. */
+static void exponentials(const BlockSizes *n, const Strip *strip, const float *bias, float *scores, Softmax *softmax) {
+    FOR_PANELS(lane, strip->lanes) {
+        Keys keys = strip->panels[lane / PANEL];
         float *column = scores + lane;
         V left = fill(-INFINITY), right = left;
-        for (long key = 0; key < keys; key++) {
-            left = larger(left, load(column + key * STRIP));
-            right = larger(right, load(column + key * STRIP + LANES));
+        for (long key = keys.first; key < keys.end; key++) {
+            float *place = column + key * STRIP;
+            const float *added = bias + (key - n->visible) * STRIP + lane;
+            if (key >= n->visible) {
+                store(place, load(place) + load(added));
+                store(place + LANES, load(place + LANES) + load(added + LANES));
+            }
+            left = larger(left, load(place));
+            right = larger(right, load(place + LANES));
         }
         V left_sum = {0}, right_sum = {0};
-        for (long key = 0; key < keys; key++) {
+        for (long key = keys.first; key < keys.end; key++) {
             float *place = column + key * STRIP;
             V one = exponential(load(place) - left), two = exponential(load(place + LANES) - right);
             left_sum += one;
@@ -137,27 +186,18 @@ static void exponentials(float *scores, long keys, Softmax *softmax) {
     }
 }
 
-/* The exponentials of a strip's scores. `bias` is that of the strip. */
-static void compute_scores(const BlockSizes *n, const float *q, const float *k, long k_row, const float *bias,
-                           Keys keys, float *scores, Softmax *softmax) {
-    multiply_keys(k + keys.first * k_row, k_row, q, scores, keys.count, n->size);
-    long visible = n->visible > keys.first ? n->visible - keys.first : 0;
-    const float *added = bias + (keys.first + visible - n->visible) * STRIP;
-    for (long i = 0; i < (keys.count - visible) * STRIP; i += LANES)
-        store(scores + visible * STRIP + i, load(scores + visible * STRIP + i) + load(added + i));
-    exponentials(scores, keys.count, softmax);
-}
-
 /* Gradients of scores, p (grad - sum(p grad)) of each query; multiplies the exponentials p by `inverse` first. */
-static void scores_gradient(float *p, float *grad, long keys, const float *inverse) {
-    for (long lane = 0; lane < STRIP; lane += LANES) {
+static void scores_gradient(const Strip *strip, float *p, float *grad, const float *inverse) {
+    for (long lane = 0; lane < strip->lanes; lane += LANES) {
+        Keys keys = strip->panels[lane / PANEL];
+        long first = keys.first * STRIP + lane, end = keys.end * STRIP;
         V sum = {0}, factor = load(inverse + lane);
-        for (long i = lane; i < keys * STRIP; i += STRIP) {
+        for (long i = first; i < end; i += STRIP) {
             V probability = load(p + i) * factor;
             store(p + i, probability);
             sum += probability * load(grad + i);
         }
-        for (long i = lane; i < keys * STRIP; i += STRIP) store(grad + i, load(p + i) * (load(grad + i) - sum));
+        for (long i = first; i < end; i += STRIP) store(grad + i, load(p + i) * (load(grad + i) - sum));
     }
 }
 
@@ -175,15 +215,16 @@ EXPORT void attention(const float *q, const float *k, const float *v, const floa
             const float *added = biases;
             for (long query = 0; query < n->queries; query += STRIP, added += (n->keys - n->visible) * STRIP) {
                 long queries = strip_queries(n, query);
-                Keys keys = strip_keys(n, added);
+                Strip strip = find_keys(n, added, queries);
                 transpose(q + query * n->q_row, n->q_row, columns, queries, n->size, 0);
-                compute_scores(n, columns, k, n->k_row, added, keys, scores, &softmax);
+                multiply_keys(&strip, k, n->k_row, columns, scores, n->size);
+                exponentials(n, &strip, added, scores, &softmax);
                 for (long row = 0; largest && row < queries; row++) {
                     float *most = largest + head * n->groups + group, sum = softmax.inverse[row];
                     if (sum != sum) *most = NAN;
                     if (softmax.largest[row] > *most) *most = softmax.largest[row];
                 }
-                sum_keys(values + keys.first * n->value_size, scores, columns, keys.count, n->value_size);
+                sum_keys(&strip, values, scores, columns, n->value_size);
                 transpose_back(columns, softmax.inverse, out + query * n->out_row, n->out_row, queries, n->value_size);
             }
         }
@@ -202,35 +243,31 @@ EXPORT void attention_gradient(const float *q, const float *k, const float *v, c
     float ones[STRIP];
     Softmax softmax;
     for (long lane = 0; lane < STRIP; lane++) ones[lane] = 1;
-    for (long head = 0; head < n->heads; head++) {
+    for (long head = 0; head < n->heads; head++, k += n->size, v += n->value_size) {
         memset(sum_k, 0, 4 * n->keys * (size + value_size));
         copy_rows(k, n->k_row, k_rows, n->size, n->keys, n->size);
-        for (long group = 0; group < n->groups; group++) {
+        for (long group = 0; group < n->groups; group++, q += n->size, grad += n->value_size, grad_q += n->size) {
             const float *added = biases;
             for (long query = 0; query < n->queries; query += STRIP, added += (n->keys - n->visible) * STRIP) {
                 long queries = strip_queries(n, query);
-                Keys keys = strip_keys(n, added);
+                Strip strip = find_keys(n, added, queries);
                 memset(q_rows, 0, 4 * STRIP * (size + value_size));
                 copy_rows(q + query * n->q_row, n->q_row, q_rows, size, queries, n->size);
                 copy_rows(grad + query * n->out_row, n->out_row, grad_rows, value_size, queries, n->value_size);
                 transpose(q_rows, size, q_columns, STRIP, n->size, 0);
                 transpose(grad_rows, value_size, grad_columns, STRIP, n->value_size, 0);
-                compute_scores(n, q_columns, k_rows, n->size, added, keys, scores, &softmax);
-                multiply_keys(v + keys.first * n->v_row, n->v_row, grad_columns, score_grads, keys.count, n->value_size);
-                scores_gradient(scores, score_grads, keys.count, softmax.inverse);
-                sum_queries(scores, grad_rows, sum_v + keys.first * value_size, keys.count, value_size);
-                sum_queries(score_grads, q_rows, sum_k + keys.first * size, keys.count, size);
-                sum_keys(k_rows + keys.first * n->size, score_grads, q_columns, keys.count, n->size);
+                multiply_keys(&strip, k_rows, n->size, q_columns, scores, n->size);
+                exponentials(n, &strip, added, scores, &softmax);
+                multiply_keys(&strip, v, n->v_row, grad_columns, score_grads, n->value_size);
+                scores_gradient(&strip, scores, score_grads, softmax.inverse);
+                sum_queries(&strip, scores, grad_rows, sum_v, value_size);
+                sum_queries(&strip, score_grads, q_rows, sum_k, size);
+                sum_keys(&strip, k_rows, score_grads, q_columns, n->size);
                 transpose_back(q_columns, ones, grad_q + query * n->grad_q_row, n->grad_q_row, queries, n->size);
             }
-            q += n->size;
-            grad += n->value_size;
-            grad_q += n->size;
         }
         add_rows(sum_k, size, grad_k, n->grad_k_row, n->keys, n->size);
         add_rows(sum_v, value_size, grad_v, n->grad_v_row, n->keys, n->value_size);
-        k += n->size;
-        v += n->value_size;
         grad_k += n->size;
         grad_v += n->value_size;
     }

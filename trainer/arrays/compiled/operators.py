@@ -8,7 +8,6 @@ Where an array is not contiguous as a function needs it, oneDNN or NumPy compute
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +34,7 @@ _SIGNATURES = {
     "weighted_gated_gradient": (*(_ADDRESS,) * 6, _SIZE, _SIZE),
     "add_to_blocks": (_ADDRESS, _ADDRESS, *(_SIZE,) * 5),
     "sum_rows": (*(_ADDRESS,) * 4, *(_SIZE,) * 3),
-    "rotate": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6),
-    "rotate_halves": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6),
+    "rotate": (_ADDRESS, _ADDRESS, *(_SIZE,) * 6, ctypes.c_int),
     "product": (_ADDRESS,) * 5,
     "attend": (_ADDRESS,) * 8,
     "few_rows_product": (_ADDRESS,) * 4,
@@ -49,7 +47,8 @@ _KINDS = ("silu", "gelu_pytorch_tanh", "relu2")  # of activations, by their numb
 _INNER = 256  # of products.c
 _PANEL = 32  # of panels.h, at most
 _TILE_ROWS = 8  # of panels.h, at most
-_PRODUCT_SCRATCH = 4 * _INNER * _PANEL + 16
+_MOST_ROWS = 512  # of a product: with more, those of a leave the second cache between two blocks of b
+_PRODUCT_SCRATCH = _INNER * (4 * _PANEL + _MOST_ROWS + _TILE_ROWS) + 16
 _FEW_ROWS = 16  # of a product or of a head's queries: with more, oneDNN is faster
 
 
@@ -63,7 +62,7 @@ class CompiledOperators(OneDnnOperators):
             function = getattr(compiled, name)
             function.argtypes = arguments
             function.restype = None
-        self.product_scratch = np.empty(0, np.float32)
+        self.product_scratch = np.empty(_PRODUCT_SCRATCH, np.float32)
         self.attention = CompiledAttention(compiled)
 
     def _product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
@@ -80,12 +79,12 @@ class CompiledOperators(OneDnnOperators):
         if (order_a, order_b) != (b"N", b"T") and not conflicts(a, order_a, step_a, b, order_b, step_b):
             super()._product(a, b, out, accumulate)
             return
-        scratch = _PRODUCT_SCRATCH + _INNER * (len(a) + _TILE_ROWS)
-        if self.product_scratch.size < scratch:
-            self.product_scratch = np.empty(scratch, np.float32)
         steps = [stride // 4 for stride in (*a.strides, *b.strides, out.strides[0])]
-        sizes = np.array([len(a), *b.shape[::-1], *steps, accumulate], np.int64)
-        self.compiled.product(*map(address, (a, b, out, self.product_scratch, sizes)))
+        for first in range(0, len(a), _MOST_ROWS):
+            rows = a[first : first + _MOST_ROWS]
+            results = out[first : first + _MOST_ROWS]
+            sizes = np.array([len(rows), *b.shape[::-1], *steps, accumulate], np.int64)
+            self.compiled.product(*map(address, (rows, b, results, self.product_scratch, sizes)))
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         if _are_contiguous(x, out):
@@ -173,18 +172,15 @@ class CompiledOperators(OneDnnOperators):
         self.compiled.sum_rows(address(x), address(rows), _optional(factors), address(out), *rows.shape, x.shape[1])
 
     def rotate(self, x: np.ndarray, rotation: np.ndarray) -> None:
-        self._rotate(self.compiled.rotate, x, rotation)
+        self._rotate(x, rotation, halves=False)
 
     def rotate_halves(self, x: np.ndarray, rotation: np.ndarray) -> None:
-        self._rotate(self.compiled.rotate_halves, x, rotation)
+        self._rotate(x, rotation, halves=True)
 
-    @staticmethod
-    def _rotate(function: Callable[..., None], x: np.ndarray, rotation: np.ndarray) -> None:
+    def _rotate(self, x: np.ndarray, rotation: np.ndarray, *, halves: bool) -> None:
         rows, heads, size = x.shape
-        function(
-            address(x), address(rotation), rows, heads, size // 2, x.strides[0] // x.itemsize,
-            x.strides[1] // x.itemsize, rotation.strides[0] // x.itemsize,
-        )  # fmt: skip
+        steps = [step // x.itemsize for step in (*x.strides[:2], rotation.strides[0])]
+        self.compiled.rotate(address(x), address(rotation), rows, heads, size // 2, *steps, halves)
 
     def shares(self, x: np.ndarray) -> bool:
         """Says so for what `prediction.c` computes."""

@@ -16,17 +16,9 @@ EXPORT void softmax(const float *x, float *out, long rows, long size) {
         long i = 0;
         for (; i + LANES <= size; i += LANES) most = larger(most, load(x + i));
         float largest = -INFINITY;
-        int undefined = 0;
-        for (int lane = 0; lane < LANES; lane++) {
-            undefined |= most[lane] != most[lane];
-            largest = most[lane] > largest ? most[lane] : largest;
-        }
-        for (long j = i; j < size; j++) {
-            undefined |= x[j] != x[j];
-            largest = x[j] > largest ? x[j] : largest;
-        }
-        if (undefined) largest = NAN;
-        V sums = {0};
+        for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
+        for (long j = i; j < size; j++) largest = x[j] > largest ? x[j] : largest;
+        V sums = {0}; /* a NaN makes the sum one, and then all results */
         for (i = 0; i + LANES <= size; i += LANES) {
             V e = exponential(load(x + i) - largest);
             sums += e;
@@ -99,6 +91,14 @@ EXPORT void rms_norm(const float *x, const float *weight, const float *scale, fl
     }
 }
 
+/* Adds to the gradient of the weight; returns the terms of the sum that projects the gradient on x. */
+INLINE V add_weight_gradient(const float *x, const float *weight, const float *grad, float *weight_grad, float scale,
+                             float mean, long size) {
+    V product = (load_end(x, size) - mean) * load_end(grad, size);
+    store_end(weight_grad, load_end(weight_grad, size) + product * scale, size);
+    return product * load_end(weight, size);
+}
+
 /* Replaces grad by the gradient of x, and adds up the gradient of the weight. */
 EXPORT void rms_norm_gradient(const float *x, const float *weight, const float *scale, float *grad, float *weight_grad,
                               long rows, long size, long step, long grad_step, int centers) {
@@ -106,16 +106,9 @@ EXPORT void rms_norm_gradient(const float *x, const float *weight, const float *
         float s = scale[row], mean = centers ? mean_of(x, size) : 0.0f;
         V sums = {0};
         long i = 0;
-        for (; i + LANES <= size; i += LANES) {
-            V product = (load(x + i) - mean) * load(grad + i);
-            store(weight_grad + i, load(weight_grad + i) + product * s);
-            sums += product * load(weight + i);
-        }
-        if (i < size) {
-            V product = (load_end(x + i, size - i) - mean) * load_end(grad + i, size - i);
-            store_end(weight_grad + i, load_end(weight_grad + i, size - i) + product * s, size - i);
-            sums += product * load_end(weight + i, size - i);
-        }
+        for (; i + LANES <= size; i += LANES)
+            sums += add_weight_gradient(x + i, weight + i, grad + i, weight_grad + i, s, mean, LANES);
+        if (i < size) sums += add_weight_gradient(x + i, weight + i, grad + i, weight_grad + i, s, mean, size - i);
         float projected = sum_lanes(sums) * (s * s * s / size);
         for (i = 0; i + LANES <= size; i += LANES)
             store(grad + i, load(grad + i) * load(weight + i) * s - (load(x + i) - mean) * projected);
@@ -173,17 +166,12 @@ INLINE void gated_kind(const float *gate, const float *up, float *out, long size
     if (i < size) gated_lanes(gate + i, up ? up + i : NULL, out + i, size - i, kind);
 }
 
-/* A function for each kind, which the compiler knows, and for no up. */
-#define WITH_UP(function, kind, gate, up, ...)             \
-    do {                                                   \
-        if (up) function(gate, up, __VA_ARGS__, kind);     \
-        else function(gate, NULL, __VA_ARGS__, kind);      \
-    } while (0)
-#define FOR_KIND(function, kind, gate, up, ...)                           \
-    do {                                                                  \
-        if (kind == GELU) WITH_UP(function, GELU, gate, up, __VA_ARGS__); \
-        else if (kind == RELU2) WITH_UP(function, RELU2, gate, up, __VA_ARGS__); \
-        else WITH_UP(function, SILU, gate, up, __VA_ARGS__);              \
+/* A function for each kind, which the compiler knows. */
+#define FOR_KIND(function, kind, ...)                              \
+    do {                                                           \
+        if (kind == GELU) function(__VA_ARGS__, GELU);             \
+        else if (kind == RELU2) function(__VA_ARGS__, RELU2);      \
+        else function(__VA_ARGS__, SILU);                          \
     } while (0)
 
 /* Writes activation(gate) * up, or activation(gate) if up is NULL. */
@@ -267,8 +255,7 @@ EXPORT void sum_rows(const float *x, const int32_t *rows, const float *factors, 
     }
 }
 
-/* Rotates the pairs of each head by the rotations of its row; `next` is the distance of pairs, `apart` that of the
-   elements of a pair. Steps are in elements. */
+/* `next` is the distance of pairs, `apart` that of the elements of a pair. */
 INLINE void rotate_pairs(float *x, const float *rotation, long rows, long heads, long pairs, long next, long apart,
                          long step, long head_step, long rotation_step) {
     for (long row = 0; row < rows; row++, x += step, rotation += rotation_step) {
@@ -284,16 +271,12 @@ INLINE void rotate_pairs(float *x, const float *rotation, long rows, long heads,
     }
 }
 
-/* Pairs are neighbours. */
+/* Rotates the pairs of each head by the rotations of its row. Pairs are neighbours, or with `halves` elements i and
+   i + pairs. Steps are in elements. */
 EXPORT void rotate(float *x, const float *rotation, long rows, long heads, long pairs, long step, long head_step,
-                   long rotation_step) {
-    rotate_pairs(x, rotation, rows, heads, pairs, 2, 1, step, head_step, rotation_step);
-}
-
-/* Pairs are elements i and i + half. */
-EXPORT void rotate_halves(float *x, const float *rotation, long rows, long heads, long half, long step, long head_step,
-                          long rotation_step) {
-    rotate_pairs(x, rotation, rows, heads, half, 1, half, step, head_step, rotation_step);
+                   long rotation_step, int halves) {
+    if (halves) rotate_pairs(x, rotation, rows, heads, pairs, 1, pairs, step, head_step, rotation_step);
+    else rotate_pairs(x, rotation, rows, heads, pairs, 2, 1, step, head_step, rotation_step);
 }
 
 typedef struct {
@@ -317,22 +300,19 @@ EXPORT void adamw(float *weight, float *first, float *second, const float *gradi
 }
 
 /* Rounds to bfloat16, to nearest, ties to even; NaN stays NaN. */
+INLINE void to_bfloat16_lanes(const float *x, uint16_t *out, long size) {
+    V numbers = load_end(x, size);
+    U bits = (U)numbers, undefined = (U)(numbers != numbers);
+    U rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
+    rounded = (undefined & ((bits >> 16) | 0x40)) | (~undefined & rounded);
+    H narrow = __builtin_convertvector(rounded, H);
+    memcpy(out, &narrow, 2 * size);
+}
+
 INLINE void to_bfloat16_row(const float *x, uint16_t *out, long size) {
     long i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        V numbers = load(x + i);
-        U bits = (U)numbers;
-        U undefined = (U)(numbers != numbers);
-        U rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
-        rounded = (undefined & ((bits >> 16) | 0x40)) | (~undefined & rounded);
-        H narrow = __builtin_convertvector(rounded, H);
-        memcpy(out + i, &narrow, sizeof narrow);
-    }
-    for (; i < size; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, 4);
-        out[i] = x[i] != x[i] ? (bits >> 16) | 0x40 : (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16;
-    }
+    for (; i + LANES <= size; i += LANES) to_bfloat16_lanes(x + i, out + i, LANES);
+    if (i < size) to_bfloat16_lanes(x + i, out + i, size - i);
 }
 
 INLINE void to_float32_row(const uint16_t *x, float *out, long size) {
