@@ -101,9 +101,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     Raises:
         AttributeError: A function that is timed does not exist any more.
     """
-    from mindspore import Tensor
-
-    from trainer.arrays import cells, measures, mlp, sublayer, tiles
+    from trainer.arrays import cells, measures, memory, mlp, sublayer, tiles
     from trainer.arrays.attention import blocks, positions
     from trainer.arrays.attention import sublayer as attention
     from trainer.arrays.compiled import attention as fused
@@ -113,6 +111,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     from trainer.arrays.vocabulary import embedding, head
     from trainer.device.threads import HostThreads
     from trainer.models import decoder
+    from trainer.optim import adamw
 
     patches = Patches()
 
@@ -155,7 +154,8 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     measure(cells, "narrow_weight", "weights in the dtype of the products")
     measure(embedding, "embedding_rows", "embedding", _arrays_cost)
     measure(embedding, "embedding_gradient", "embedding", _arrays_cost)
-    measure(Tensor, "asnumpy", "tensors as arrays")
+    for owner in (memory, cells, measures, adamw):
+        measure(owner, "shared_array", "tensors as arrays")
     measure(measures, "squares", "norm of the gradients", lambda call: (4.0 * sum(one.size for one in call[0]), 0.0))
     measure(kind, "adamw", "optimizer", lambda call: (7 * call[1].nbytes, 0.0))  # reads four arrays, writes three
     measure(step.optimizer, "update", "optimizer")
