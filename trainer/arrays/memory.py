@@ -39,15 +39,15 @@ _DTYPES = {
 
 
 class _SharedMemory:
-    """The memory of a contiguous tensor for NumPy; an array that is made of it keeps it alive."""
+    """The memory of a contiguous float32 tensor for NumPy; an array that is made of it keeps it alive."""
 
     __slots__ = ("__array_interface__", "storage")
 
-    def __init__(self, tensor: Tensor, element: str) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         # The storage, not the tensor: `set_data` gives a tensor other memory, and the array still has this one.
         self.storage = tensor.untyped_storage()
         self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False), "shape": tensor.shape, "typestr": element, "version": 3,
+            "data": (tensor.data_ptr(), False), "shape": tensor.shape, "typestr": "<f4", "version": 3,
         }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def shared_array(tensor: Tensor) -> np.ndarray:
     `Tensor.asnumpy` takes three times as long, and a step makes hundreds of arrays while the other threads wait.
     """
     if tensor.dtype is mstype.float32 and tensor.is_contiguous():
-        return np.asarray(_SharedMemory(tensor, "<f4"))
+        return np.asarray(_SharedMemory(tensor))
     return tensor.asnumpy()
 
 
