@@ -72,7 +72,7 @@ def computed(name: str, rank: int, group: CpuGroup | None = None) -> list[np.nda
     out, passed = layer.forward(SublayerCall(weights), x_ND, MoeInputs(labels, moe.capacity(TOKENS)))
     losses = np.float32(AUX_GRADIENT), np.float32(0)
     grad, found = layer.backward(SublayerCall(weights, trained=weights), passed, dout_ND, *losses)
-    return [each.asnumpy().copy() for each in (out, grad, *(found[weight] for weight in weights))]
+    return [each.copy() for each in (out, grad, *(found[weight] for weight in weights))]
 
 
 def inputs_of(name: str, rank: int) -> np.ndarray:

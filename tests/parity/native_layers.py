@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy_kernels
 from decoder_settings import decoder_settings
-from mindspore import Tensor
 from numpy_kernels import assert_close, distance
 from tolerances import rounding_limit
 
@@ -109,7 +108,7 @@ class Case:
     def check_result(self, result: np.ndarray) -> None:
         assert distance(result, self.result) <= rounding_limit(self.terms)
 
-    def check_gradients(self, found: Mapping[str, Tensor | np.ndarray]) -> None:
+    def check_gradients(self, found: Mapping[str, np.ndarray]) -> None:
         """Compares gradients; `found` has those of x and of all weights."""
         right, rows = self.gradients, len(self.upstream_ND if self.x_ND is None else self.x_ND)
         terms = 2 * (self.terms + rows)
@@ -136,10 +135,10 @@ class Sublayer(NamedTuple):
     part: CpuAttention | CpuMlp
     place: tuple[positions.TokenPositions, ...]
 
-    def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Tensor:
+    def forward(self, call: SublayerCall, x_ND: np.ndarray) -> np.ndarray:
         return self.part.forward(call, x_ND, *self.place)
 
-    def backward(self, call: SublayerCall, x_ND: np.ndarray, upstream_ND: np.ndarray) -> tuple[Tensor, dict]:
+    def backward(self, call: SublayerCall, x_ND: np.ndarray, upstream_ND: np.ndarray) -> tuple[np.ndarray, dict]:
         return self.part.backward(call, x_ND, *self.place, upstream_ND)
 
     def check_saved(

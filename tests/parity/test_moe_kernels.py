@@ -181,8 +181,9 @@ class Native(nn.Cell):
 
     def bprop(self, x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing, out, grad_ND):
         found = self.experts.backward(*self.arguments, self.saved, grad_ND.asnumpy(), self.trained)
+        found_weights = {name: Tensor(array) for name, array in found.weights.items()}
         of_weights = [
-            found.weights.get(name, one) for name, one in zip(NAMES, (gate_EFD, up_EFD, down_EDF), strict=True)
+            found_weights.get(name, one) for name, one in zip(NAMES, (gate_EFD, up_EFD, down_EDF), strict=True)
         ]
         return Tensor(found.x_ND), Tensor(found.gates_Nk), *of_weights, *[None] * len(routing)
 
@@ -271,9 +272,9 @@ def test_an_expert_without_tokens_works_with_and_without_safe_tokens(
 
 
 def leave_dirty_memory(*shapes: tuple[int, ...]) -> None:
-    """Frees memory of these sizes, filled with NaN, from which the next tensors are allocated."""
-    tensors = [memory.empty(*shape) for shape in shapes for _ in range(12)]
-    for _, array in tensors:
+    """Frees memory of these sizes, filled with NaN, from which the next arrays are made."""
+    arrays = [memory.empty(*shape) for shape in shapes for _ in range(12)]
+    for array in arrays:
         array[:] = np.nan
 
 

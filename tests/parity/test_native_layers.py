@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy_kernels
 import pytest
-from mindspore import Tensor
 from model_gradients import model_gradients
 from native_layers import (
     ATTENTION,
@@ -69,11 +68,11 @@ ALL_MLPS = [(name, 10) for name in MLPS]
 def test_a_sublayer(make: Callable[[], Case], implementation: str) -> None:
     case = make()
     given, sublayer, call = case.x_ND.copy(), case.sublayer(), case.call()
-    result = sublayer.forward(call, case.x_ND).asnumpy()
+    result = sublayer.forward(call, case.x_ND)
     case.check_result(result)
     sublayer.check_saved(call.saved, len(given), len(given))
     once = case.call(save=False)
-    np.testing.assert_array_equal(sublayer.forward(once, case.x_ND).asnumpy(), result)
+    np.testing.assert_array_equal(sublayer.forward(once, case.x_ND), result)
     assert not once.saved
     grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
     case.check_gradients({"x": grad} | found)
@@ -88,9 +87,9 @@ def test_shared_experts_have_neither_norm_nor_residual(implementation: str) -> N
     formula = functools.partial(mlp_formula, spec, {}, prefix="", is_sublayer=False)
     case = Case(x_ND, upstream_ND, weights, formula, HIDDEN + 8 + WIDTH)
     mlp, call = CpuMlp(spec, Scratch(), prefix="", is_sublayer=False), case.call()
-    result = mlp.forward(call, case.x_ND).asnumpy()
+    result = mlp.forward(call, case.x_ND)
     case.check_result(result)
-    np.testing.assert_array_equal(mlp.forward(case.call(save=False), case.x_ND).asnumpy(), result)
+    np.testing.assert_array_equal(mlp.forward(case.call(save=False), case.x_ND), result)
     grad, found = mlp.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
     case.check_gradients({"x": grad} | found)
 
@@ -117,7 +116,7 @@ def test_only_trained_weights_have_gradients(make: Callable[[], Case]) -> None:
     case = make()
     sublayer = case.sublayer()
 
-    def gradients(trained: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
+    def gradients(trained: list[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         call = case.call()
         sublayer.forward(call, case.x_ND)
         return sublayer.backward(case.call(trained, saved=call.saved), case.x_ND, case.upstream_ND)
@@ -133,8 +132,8 @@ class HeadResult(NamedTuple):
     """The loss, and its gradients where they were asked for."""
 
     loss: np.ndarray
-    grad: Tensor | None
-    weights: dict[str, Tensor]
+    grad: np.ndarray | None
+    weights: dict[str, np.ndarray]
 
 
 def run_head(
@@ -142,7 +141,7 @@ def run_head(
     valid_N1: np.ndarray, trained: tuple[str, ...] | None,
 ) -> HeadResult:  # fmt: skip
     call = SublayerCall(weights, save=trained is not None, trained=trained or ())
-    loss = run.forward(call, x_ND, labels_N, valid_N1).asnumpy()
+    loss = run.forward(call, x_ND, labels_N, valid_N1)
     if trained is None:
         assert not call.saved
         return HeadResult(loss, None, {})
@@ -245,7 +244,7 @@ def test_the_head_with_large_logits_and_without_valid_labels(implementation: str
     large.case.check_result(large.run().loss)
     found = own._replace(valid_N1=np.zeros((10, 1), np.float32)).run(("norm", "weight"))
     assert found.loss == 0
-    assert not any(array.asnumpy().any() for array in (found.grad, *found.weights.values()))
+    assert not any(array.any() for array in (found.grad, *found.weights.values()))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -253,7 +252,7 @@ def test_what_is_not_finite_reaches_the_loss(bad: float, implementation: str) ->
     case = head_case(10, 10)
     case.x_ND[3, 2] = bad
     found = case.run(("weight",))
-    assert not np.isfinite(found.loss) and not np.isfinite(found.weights["weight"].asnumpy()).all()
+    assert not np.isfinite(found.loss) and not np.isfinite(found.weights["weight"]).all()
 
 
 @pytest.mark.parametrize("cap", [None, 1.5], ids=["", "capped"])
@@ -283,14 +282,14 @@ def test_the_head_with_terms_beside_cross_entropy(
     for trained in (tuple(own.weights), ("norm",)):
         call = SublayerCall(own.weights, save=True, trained=trained)
         terms = LossTerms(smoothing, z_weight, VOCABULARY)
-        case.check_result(run.forward(call, *arrays, terms).asnumpy())
+        case.check_result(run.forward(call, *arrays, terms))
         found = [terms.cross_entropy, terms.smoothed, terms.squares]
         right = sums(own.x_ND, **own.weights)
         assert distance(np.array(found), right) <= rounding_limit(own.case.terms)
         grad, grads = run.backward(call, *arrays, terms, np.float32(1))
         if len(trained) == len(own.weights):
             case.check_gradients({"x": grad} | grads)
-    evaluated = run.forward(SublayerCall(own.weights, save=False), *arrays).asnumpy()
+    evaluated = run.forward(SublayerCall(own.weights, save=False), *arrays)
     assert distance(evaluated, right[0]) <= rounding_limit(own.case.terms)
 
 
@@ -302,11 +301,11 @@ def test_embedding() -> None:
     weights, grad_ND = {EMBEDDING: normal(random, VOCABULARY, HIDDEN)}, normal(random, len(IDS), HIDDEN)
     run = CpuEmbedding()
     call = SublayerCall(weights)
-    np.testing.assert_array_equal(run.forward(call, IDS).asnumpy(), weights[EMBEDDING][IDS])
+    np.testing.assert_array_equal(run.forward(call, IDS), weights[EMBEDDING][IDS])
     right_VD = np.zeros((VOCABULARY, HIDDEN))
     np.add.at(right_VD, IDS, grad_ND.astype(np.float64))
     [found] = run.backward(call, IDS, grad_ND)
-    assert distance(found[EMBEDDING].asnumpy(), right_VD) <= rounding_limit(11)
+    assert distance(found[EMBEDDING], right_VD) <= rounding_limit(11)
 
 
 def mapped_embedding() -> Case:
@@ -322,19 +321,19 @@ def mapped_embedding() -> Case:
     return Case(None, rows_ND, weights, formula, EMBEDDED + len(IDS))
 
 
-def run_mapped_embedding(case: Case, scratch: Scratch) -> tuple[Tensor, dict[str, Tensor]]:
+def run_mapped_embedding(case: Case, scratch: Scratch) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Returns the result and the gradients of both matrices."""
     look_up, mapping = CpuEmbedding(), CpuMapping(scratch)
     call = case.call([MAPPING_IN])
-    x_NE = look_up.forward(call, IDS).asnumpy()
+    x_NE = look_up.forward(call, IDS)
     grad, found = mapping.backward(call, x_NE, case.upstream_ND)
-    return mapping.forward(call, x_NE), found | look_up.backward(call, IDS, grad.asnumpy())[0]
+    return mapping.forward(call, x_NE), found | look_up.backward(call, IDS, grad)[0]
 
 
 def test_an_embedding_of_another_width(implementation: str) -> None:
     case = mapped_embedding()
     result, found = run_mapped_embedding(case, Scratch())
-    case.check_result(result.asnumpy())
+    case.check_result(result)
     case.check_gradients(found)
     x_NE = case.weights[EMBEDDING][IDS]
     assert CpuMapping(Scratch()).backward(case.call([]), x_NE, case.upstream_ND)[1] == {}
@@ -365,9 +364,9 @@ def test_the_merge_of_a_further_prediction(implementation: str) -> None:
     case, run = merge_case(), CpuMerge(HIDDEN, NormSpec(1e-3), Scratch())
     weights = dict(case.weights)
     stream_ND = weights.pop("stream")
-    case.check_result(run.forward(SublayerCall(weights), case.x_ND, stream_ND).asnumpy())
+    case.check_result(run.forward(SublayerCall(weights), case.x_ND, stream_ND))
 
-    def gradients(trained: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def gradients(trained: list[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         call = SublayerCall(weights, trained=trained)
         of_x, of_stream, found = run.backward(call, case.x_ND, stream_ND, case.upstream_ND)
         return {"x": of_x, "stream": of_stream}, found
@@ -393,7 +392,7 @@ def test_what_threads_share_inside_their_work_stays_with_each() -> None:
     pool.run(range(2), lambda item, thread: alone.wait(30))  # afterwards they share again
 
 
-def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Tensor]]:
+def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, np.ndarray]]:
     """Results and gradients of all parts, computed by so many threads."""
     pool, scratch = HostThreads(threads), Scratch()
     for module in (attention, experts, head, memory, tiles):
@@ -410,7 +409,7 @@ def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     for maps in (False, True):
         own = head_case(10, 6, maps)
         found = own.run(tuple(own.weights))
-        yield f"loss {maps}", Tensor(found.loss)
+        yield f"loss {maps}", found.loss
         yield f"head {maps}", found.grad
         yield from ((f"head {maps}: {name}", one) for name, one in found.weights.items())
     result, found = run_mapped_embedding(mapped_embedding(), scratch)
@@ -426,9 +425,9 @@ def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
 def test_the_bits_are_the_same_for_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, implementation: str
 ) -> None:
-    one = {name: array.asnumpy() for name, array in everything(1, monkeypatch)}
+    one = {name: array for name, array in everything(1, monkeypatch)}
     for threads in (2, 3):
-        assert_same_bits({name: array.asnumpy() for name, array in everything(threads, monkeypatch)}, one)
+        assert_same_bits({name: array for name, array in everything(threads, monkeypatch)}, one)
 
 
 def gradients(trainer: TinyTrainer) -> dict[str, np.ndarray]:
@@ -473,7 +472,7 @@ def test_frozen_weights_change_no_bit_of_the_other_gradients(frozen: dict) -> No
 def test_an_evaluation_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, kept = TinyTrainer(**MODEL), []
     for kind in (CpuAttention, CpuMlp):
-        def forward(self, call: SublayerCall, *arguments, plain=kind.forward) -> Tensor:
+        def forward(self, call: SublayerCall, *arguments, plain=kind.forward) -> np.ndarray:
             result = plain(self, call, *arguments)
             kept.append(bool(call.saved))
             return result
@@ -484,7 +483,7 @@ def test_an_evaluation_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept == [False] * 6
     trained = trainer.model(inputs, statistics=RouterStatistics()).tokens
     assert kept[6:] == [True] * 6
-    assert evaluated.asnumpy() == trained.asnumpy() > 0
+    assert evaluated == trained > 0
 
 
 def test_a_training_without_the_library_is_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy_kernels
 import pytest
-from mindspore import Tensor
 from native_layers import HIDDEN, Case, dropping, normal, settings_of, trained_subsets, weights_of
 from numpy_kernels import assert_same_bits, distance
 from thread_ranks import on_groups
@@ -90,14 +89,14 @@ class MoeCase:
 
     def forward(self, inputs: MoeInputs | None = None, **options: Any) -> tuple[np.ndarray, MoePass]:
         result, passed = self.sublayer().forward(self.call(**options), self.case.x_ND, inputs or self.inputs)
-        return result.asnumpy(), passed
+        return result, passed
 
     def check_result(self, result_ND: np.ndarray, aux_loss: float, z_loss: float) -> None:
         right = self.case.result
         for ours, exact in ((result_ND.reshape(-1), right[:-2]), (aux_loss, right[-2]), (z_loss, right[-1])):
             assert distance(ours, exact) <= rounding_limit(self.case.terms)
 
-    def backward(self, passed: MoePass, trained: Iterable[str]) -> tuple[Tensor, dict[str, Tensor]]:
+    def backward(self, passed: MoePass, trained: Iterable[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         upstream_ND = self.case.upstream_ND[:-2].reshape(TOKENS, HIDDEN)
         return self.sublayer().backward(self.call(trained=trained), passed, upstream_ND, GRAD_AUX, GRAD_Z)
 
@@ -276,7 +275,7 @@ def test_the_bits_are_the_same_for_any_number_of_threads(monkeypatch: pytest.Mon
         made = case_of("everything")
         result, passed = made.forward()
         grad, found = made.backward(passed, made.case.weights)
-        states.append([result, grad.asnumpy(), *(found[name].asnumpy() for name in made.case.weights)])
+        states.append([result, grad, *(found[name] for name in made.case.weights)])
     for state in states[1:]:
         assert_same_bits(state, states[0])
 
@@ -298,8 +297,8 @@ def test_two_ranks_with_a_sequence_and_half_of_the_experts_each(name: str, dispa
         result, passed = sublayer.forward(call, made.case.x_ND[rows], inputs)
         losses = [passed.routed.aux_loss, passed.routed.z_loss]
         grad, found = sublayer.backward(call, passed, upstream_ND[rows], GRAD_AUX, GRAD_Z)
-        arrays = {key: one.asnumpy().copy() for key, one in found.items()}
-        return result.asnumpy().copy(), losses, grad.asnumpy().copy(), arrays, passed
+        arrays = {key: one.copy() for key, one in found.items()}
+        return result.copy(), losses, grad.copy(), arrays, passed
 
     results, losses, grads, found, passes = zip(*on_groups(2, work), strict=True)
     check_kept(made, passes, gathers=dispatcher == "allgather", ranks=2)

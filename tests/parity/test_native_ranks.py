@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy_kernels
 import pytest
-from mindspore import Tensor
 from native_layers import HIDDEN, KEY, VOCABULARY, Case, attention_of, mlp_of, normal
 from thread_ranks import on_groups
 from tolerances import SAME_ROUNDINGS, U_BFLOAT16, U_FLOAT16
@@ -87,9 +86,9 @@ def on_two_ranks(case: Case, sequence_parallel: bool, dtype: type = np.float32) 
         x_ND, sublayer, forward = case.x_ND[rows], case.sublayer(Scratch(), layer, tensor), call()
         result = sublayer.forward(forward, x_ND)
         sublayer.check_saved(forward.saved, len(case.x_ND), len(x_ND), dtype, sequence_parallel=sequence_parallel)
-        np.testing.assert_array_equal(sublayer.forward(call(save=False), x_ND).asnumpy(), result.asnumpy())
+        np.testing.assert_array_equal(sublayer.forward(call(save=False), x_ND), result)
         grad, found = sublayer.backward(call(saved=forward.saved), x_ND, case.upstream_ND[rows])
-        return RankResult(result.asnumpy().copy(), grad.asnumpy().copy(), arrays_of(found))
+        return RankResult(result.copy(), grad.copy(), arrays_of(found))
 
     return on_groups(RANKS, work)
 
@@ -157,7 +156,7 @@ def rms(ours: np.ndarray, right: np.ndarray) -> float:
 def on_one_rank(case: Case, dtype: type) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     case = replace(case, weights=narrowed(case.weights, dtype))
     sublayer, call = case.sublayer(), case.call()
-    result = sublayer.forward(call, case.x_ND).asnumpy().copy()
+    result = sublayer.forward(call, case.x_ND).copy()
     sublayer.check_saved(call.saved, len(result), len(result), dtype)
     grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
     return result, arrays_of({"x": grad} | found)
@@ -195,8 +194,8 @@ def shard_of(weights: Mapping[str, np.ndarray], name: str, group: CpuGroup) -> d
     return {**weights, name: np.ascontiguousarray(weights[name][own])}
 
 
-def arrays_of(found: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    return {name: one.asnumpy().copy() for name, one in found.items()}
+def arrays_of(found: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: one.copy() for name, one in found.items()}
 
 
 @pytest.mark.parametrize("large", [1.0, 1e4])
@@ -215,10 +214,10 @@ def test_a_head_over_shards_of_the_vocabulary(ranks: int, sequence_parallel: boo
         own, x_nD = shard_of(case.weights, "weight", group), case.x_ND[tensor.residual_shard(len(case.x_ND))]
         alone = run.forward(SublayerCall(own, save=False), x_nD, given.labels_N, given.valid_N1)
         call = SublayerCall(own, trained=own)
-        loss = run.forward(call, x_nD, given.labels_N, given.valid_N1).asnumpy().copy()
-        assert alone.asnumpy() == loss
+        loss = run.forward(call, x_nD, given.labels_N, given.valid_N1).copy()
+        assert alone == loss
         grad, found = run.backward(call, x_nD, given.labels_N, given.valid_N1, np.float32(1))
-        return loss, grad.asnumpy().copy(), arrays_of(found)
+        return loss, grad.copy(), arrays_of(found)
 
     losses, grads, gradients = zip(*on_groups(ranks, work), strict=True)
     assert len(set(map(float, losses))) == 1
@@ -246,9 +245,9 @@ def test_an_embedding_over_shards_of_the_vocabulary(sequence_parallel: bool) -> 
         tensor = TensorParallel(group, sequence_parallel)
         run, own = CpuEmbedding(tensor, VOCABULARY), shard_of(case.weights, EMBEDDING, group)
         call = SublayerCall(own)
-        result = run.forward(call, given.ids_N).asnumpy().copy()
+        result = run.forward(call, given.ids_N).copy()
         grad_ND = case.upstream_ND[tensor.residual_shard(len(given.ids_N))]
-        return result, run.backward(call, given.ids_N, grad_ND)[0][EMBEDDING].asnumpy().copy()
+        return result, run.backward(call, given.ids_N, grad_ND)[0][EMBEDDING].copy()
 
     results, gradients = zip(*on_groups(RANKS, work), strict=True)
     if not sequence_parallel:

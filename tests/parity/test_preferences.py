@@ -79,7 +79,7 @@ def test_loss_and_gradients_of_the_head(kind: str) -> None:
         head = FusedLinearCrossEntropy(HIDDEN, NormSpec(1e-3), Scratch())
         pairs = find_pairs(batch, section)
         call = SublayerCall(case.weights, save=save, trained=trained)
-        loss = head.forward(call, case.x_ND, labels_N, valid_N1, pairs).asnumpy()
+        loss = head.forward(call, case.x_ND, labels_N, valid_N1, pairs)
         if not save:
             return loss, pairs, {}
         grad, found = head.backward(call, case.x_ND, labels_N, valid_N1, pairs, np.float32(1))
@@ -128,7 +128,7 @@ def test_loss_and_gradients_of_a_reward_model() -> None:
     head = ScoreHead(HIDDEN, NormSpec(1e-3), Scratch())
     pairs = find_pairs(batch, LossConfig(**loss_of("reward")))
     call = SublayerCall(case.weights, save=True, trained=("norm", "weight"))
-    case.check_result(head.forward(call, case.x_ND, labels_N, valid_N1, pairs).asnumpy())
+    case.check_result(head.forward(call, case.x_ND, labels_N, valid_N1, pairs))
     grad, found = head.backward(call, case.x_ND, labels_N, valid_N1, pairs, np.float32(1))
     case.check_gradients({"x": grad} | found)
     last_A = pairs.last_tokens(valid_N1)
@@ -138,15 +138,15 @@ def test_loss_and_gradients_of_a_reward_model() -> None:
     np.testing.assert_allclose([pairs.sums[name][0] for name in REWARDS], right, rtol=RUN_NEAR_ZERO)
     assert 0 < pairs.sums["rewards/accuracies"][0] < pairs.count == 4
     evaluated = find_pairs(batch, LossConfig(**loss_of("reward")))
-    alone = head.forward(SublayerCall(case.weights, save=False), case.x_ND, labels_N, valid_N1, evaluated).asnumpy()
+    alone = head.forward(SublayerCall(case.weights, save=False), case.x_ND, labels_N, valid_N1, evaluated)
     case.check_result(alone)
     # A batch of padding has no pairs, and no gradient.
     empty = add_values(padding_batch(len(ROWS), TOKENS), PairBatch)
     nothing = find_pairs(empty, LossConfig(**loss_of("reward")))
     call = SublayerCall(case.weights, save=True, trained=("norm", "weight"))
-    assert head.forward(call, case.x_ND, labels_N, np.zeros_like(valid_N1), nothing).asnumpy() == 0
+    assert head.forward(call, case.x_ND, labels_N, np.zeros_like(valid_N1), nothing) == 0
     grad, found = head.backward(call, case.x_ND, labels_N, valid_N1, nothing, np.float32(1))
-    assert not any(array.asnumpy().any() for array in (grad, *found.values()))
+    assert not any(array.any() for array in (grad, *found.values()))
 
 
 @pytest.mark.parametrize("kind", PAIRED)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
-from mindspore import dtype as mstype
 
-from trainer.arrays.memory import host_array, narrow_weight, shared_array
+from trainer.arrays.memory import host_array, narrow_weight
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.stored import stored_operands
 from trainer.arrays.tiles import Scratch, SublayerCall
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
 """The dtype of arrays that hold elements of a compute dtype."""
-Results: TypeAlias = "Tensor | tuple[Tensor, ...]"
+Results: TypeAlias = "np.ndarray | np.float32 | tuple[np.ndarray | np.float32, ...]"
+"""Arrays, or losses."""
 
 
 class DecoderPart(Protocol):
@@ -123,8 +123,11 @@ def run_part(
     part: DecoderPart, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
     dropout: LayerDropout | None = None, max_logits: np.ndarray | None = None,
     on_saved: Callable[[Mapping[str, Any]], None] | None = None,
-) -> Results:  # fmt: skip
+) -> Any:  # fmt: skip
     """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass recomputes it.
+
+    Returns:
+        A tensor for each result of the part: one, or a tuple of them.
 
     Args:
         on_saved: Called before the backward pass with the arrays that are saved for it.
@@ -154,7 +157,7 @@ class _PartCell(nn.Cell):
         self.saved: dict[str, Any] | None = None
         self.arrays: dict[str, np.ndarray] | None = None
 
-    def construct(self, *inputs_and_trained: Tensor) -> Results:
+    def construct(self, *inputs_and_trained: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Returns the results of the part; with `save`, keeps the arrays that `bprop` needs."""
         inputs = self.arguments(inputs_and_trained)
         unsharded = self.unsharded_weights()
@@ -168,7 +171,9 @@ class _PartCell(nn.Cell):
             self.saved = call.saved
         if isinstance(unsharded, contextlib.nullcontext) and self.weights.may_be_kept:
             self.arrays = weights
-        return results
+        if isinstance(results, tuple):
+            return tuple(map(_tensor, results))
+        return _tensor(results)
 
     def bprop(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Returns the gradients of the inputs, then those of the trained weights."""
@@ -198,7 +203,8 @@ class _PartCell(nn.Cell):
                 weights, dropout=self.dropout, saved=saved, trained=self.trained, input_gradient=self.inputs > 0
             )
             *input_gradients, weight_gradients = self.part.backward(call, *inputs, *grads)
-        return *input_gradients[: self.inputs], *(weight_gradients[name] for name in self.trained)
+        gradients = *input_gradients[: self.inputs], *(weight_gradients[name] for name in self.trained)
+        return tuple(map(_tensor, gradients))
 
     def unsharded_weights(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the weights of the part are unsharded."""
@@ -209,6 +215,13 @@ class _PartCell(nn.Cell):
         return [*(host_array(x) for x in inputs_and_trained[: self.inputs]), *self.constants]
 
 
+def _tensor(result: np.ndarray | np.float32) -> Tensor:
+    """Returns a result as a tensor, which shares the memory of an array."""
+    if isinstance(result, np.ndarray):
+        return Tensor.from_numpy(np.ascontiguousarray(result))
+    return Tensor(result)
+
+
 @dataclass(frozen=True)
 class BlockPart:
     """Both sublayers of a layer, one after the other: x_ND -> x_ND."""
@@ -216,51 +229,51 @@ class BlockPart:
     attention: CpuAttention
     mlp: CpuMlp
 
-    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> np.ndarray:
         """Returns the residual stream after the layer."""
         first = _sublayer_call(call, compute_output=True, max_logits=call.max_logits)
-        middle_ND = shared_array(self.attention.forward(first, x_ND, positions))
+        middle_ND = self.attention.forward(first, x_ND, positions)
         second = _sublayer_call(call, compute_output=call.compute_output)
-        result = self.mlp.forward(second, middle_ND)
+        out_ND = self.mlp.forward(second, middle_ND)
         if call.save:
             call.saved |= {"attention": first.saved, "mlp": second.saved, "middle": middle_ND}
-        return result
+        return out_ND
 
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[np.ndarray, Gradients]:
         """Returns the gradients of x and of the trained weights."""
-        of_mlp, mlp_gradients = self.mlp.backward(_saved_call(call, "mlp"), call.saved.pop("middle"), grad_ND)
+        middle_grad_ND, mlp_gradients = self.mlp.backward(_saved_call(call, "mlp"), call.saved.pop("middle"), grad_ND)
         # The call of the feed-forward sublayer is gone, and with it the arrays that the sublayer has saved.
         first = _saved_call(call, "attention", call.input_gradient)
-        result, gradients = self.attention.backward(first, x_ND, positions, shared_array(of_mlp))
-        return result, mlp_gradients | gradients
+        x_grad_ND, gradients = self.attention.backward(first, x_ND, positions, middle_grad_ND)
+        return x_grad_ND, mlp_gradients | gradients
 
 
 class ParallelBlockPart(BlockPart):
     """Both sublayers of a layer side by side, each of x_ND."""
 
-    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> np.ndarray:
         """Returns the residual stream after the layer."""
         first = _sublayer_call(call, compute_output=call.compute_output, max_logits=call.max_logits)
-        stream_ND = shared_array(self.attention.forward(first, x_ND, positions))
+        stream_ND = self.attention.forward(first, x_ND, positions)
         second = _sublayer_call(call, compute_output=call.compute_output)
-        result = self.mlp.forward(second, x_ND, stream_ND)
+        out_ND = self.mlp.forward(second, x_ND, stream_ND)
         if call.save:
             call.saved |= {"attention": first.saved, "mlp": second.saved}
-        return result
+        return out_ND
 
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[np.ndarray, Gradients]:
         """Returns the gradients of x and of the trained weights."""
-        of_mlp, mlp_gradients = self.mlp.backward(_saved_call(call, "mlp"), x_ND, grad_ND)
+        mlp_grad_ND, mlp_gradients = self.mlp.backward(_saved_call(call, "mlp"), x_ND, grad_ND)
         first = _saved_call(call, "attention", call.input_gradient)
-        result, gradients = self.attention.backward(first, x_ND, positions, grad_ND)
-        shared_array(result)[...] += shared_array(of_mlp)
+        x_grad_ND, gradients = self.attention.backward(first, x_ND, positions, grad_ND)
+        x_grad_ND += mlp_grad_ND
         for name in mlp_gradients.keys() & gradients.keys():  # of the norm that both take
-            shared_array(gradients[name])[...] += shared_array(mlp_gradients[name])
-        return result, mlp_gradients | gradients
+            gradients[name] += mlp_gradients[name]
+        return x_grad_ND, mlp_gradients | gradients
 
 
 def _sublayer_call(call: SublayerCall, **options: Any) -> SublayerCall:
@@ -291,16 +304,15 @@ class ExpertsPart:
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Results:
         """Returns the residual stream, and in a training the auxiliary loss and the z-loss."""
-        result, passed = self.moe.forward(call, x_ND, replace(self.inputs, routing=self.routing))
+        out_ND, passed = self.moe.forward(call, x_ND, replace(self.inputs, routing=self.routing))
         self.routing = passed.routing
         if passed.routed is None:
-            return result
+            return out_ND
         self.scores_NE = passed.routed.scores_NE
         if call.save:
             call.saved["pass"] = passed
-        losses = (Tensor(loss, mstype.float32) for loss in (passed.routed.aux_loss, passed.routed.z_loss))
-        return result, *losses
+        return out_ND, np.float32(passed.routed.aux_loss), np.float32(passed.routed.z_loss)
 
-    def backward(self, call: SublayerCall, x_ND: np.ndarray, *grads: np.ndarray) -> tuple[Tensor, Gradients]:
+    def backward(self, call: SublayerCall, x_ND: np.ndarray, *grads: np.ndarray) -> tuple[np.ndarray, Gradients]:
         """Returns the gradients of x and of the trained weights."""
         return self.moe.backward(call, call.saved.pop("pass"), *grads)

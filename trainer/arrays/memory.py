@@ -1,28 +1,22 @@
-"""Tensors in the host's memory as arrays, without a copy, the threads that compute on them, and rows of experts.
-
-Results are in memory of MindSpore's pool, which is reused: with fresh memory from the operating system a product takes
-a tenth longer.
-"""
+"""Arrays in the host's memory, tensors as arrays without a copy, threads that compute on them, and rows of experts."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor
 from mindspore import dtype as mstype
 
+from trainer.arrays.arena import Arena
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.operators import operators
 from trainer.device.threads import HostThreads
 
-_SMALL = 1 << 14  # elements that NumPy allocates in a tenth of the time of MindSpore, without asking the system
-_LARGE = 1 << 22  # bytes of an array that gets huge pages, as in NumPy
+_SMALL = 1 << 14  # elements of an array that NumPy makes faster, without asking the system
 MOST_MOVED = 256  # rows that a thread copies at once
 _CAST = 1 << 18  # elements that a thread casts at once
 
@@ -31,11 +25,6 @@ _CAST = 1 << 18  # elements that a thread casts at once
 def host_threads() -> HostThreads:
     """Returns the threads that all native CPU layers of the process share."""
     return HostThreads()
-
-
-_DTYPES = {
-    np.dtype(np.float32): mstype.float32, np.dtype(BFLOAT16): mstype.uint16, np.dtype(np.float16): mstype.float16,
-}  # fmt: skip
 
 
 class _SharedMemory:
@@ -61,39 +50,17 @@ def shared_array(tensor: Tensor) -> np.ndarray:
     return tensor.asnumpy()
 
 
-def empty(*shape: int, dtype: type = np.float32) -> tuple[Tensor, np.ndarray]:
-    """Returns an uninitialised tensor in the host's memory, and the array that shares its memory.
-
-    The dtype is float32, float16 or BFLOAT16.
-    """
-    if math.prod(shape) <= _SMALL:
-        array: np.ndarray = np.empty(shape, dtype)
-        return Tensor.from_numpy(array), array
-    tensor = mint.empty(shape, dtype=_DTYPES[np.dtype(dtype)], device="CPU")
-    array = shared_array(tensor)
-    _use_huge_pages(array)
-    return tensor, array
-
-
-def _use_huge_pages(array: np.ndarray) -> None:
-    """Asks Linux for pages of 2 MiB for the memory of a large array that nobody has touched yet.
-
-    NumPy asks for its own arrays, MindSpore does not: the first step of a large model then spends as much time on page
-    faults as on products. Where the system has no such pages, nothing changes.
-    """
-    if array.nbytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        start = array.ctypes.data
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (start + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise()(first, end - first, mmap.MADV_HUGEPAGE)
-
-
 @functools.cache
-def _madvise() -> Callable[..., int]:
-    """Returns the function of the C library that tells the system how memory is used."""
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
+def _arena() -> Arena:
+    """Returns the memory that all large arrays of the process share."""
+    return Arena()
+
+
+def empty(*shape: int, dtype: type = np.float32) -> np.ndarray:
+    """Returns an uninitialised array, a large one in memory of an earlier array."""
+    if math.prod(shape) <= _SMALL:
+        return np.empty(shape, dtype)
+    return _arena().empty(shape, np.dtype(dtype))
 
 
 def store(x: np.ndarray, out: np.ndarray) -> None:
@@ -122,7 +89,7 @@ def narrow_like(x: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
     """Returns x if the dtype is float32, otherwise an uninitialised array of its shape in this dtype."""
     if dtype == np.float32:
         return x
-    return empty(*x.shape, dtype=np.dtype(dtype).type)[1]
+    return empty(*x.shape, dtype=np.dtype(dtype).type)
 
 
 def part_of(array: np.ndarray | None, index: Any) -> np.ndarray | None:
@@ -138,7 +105,7 @@ def narrow_weight(weight_OI: np.ndarray, dtype: type = BFLOAT16) -> np.ndarray:
     Layers cast it for each use: that takes less than a hundredth of the time of a product with some hundred rows, and
     there is no copy that an update would have to change.
     """
-    out_OI = empty(*weight_OI.shape, dtype=dtype)[1]
+    out_OI = empty(*weight_OI.shape, dtype=dtype)
 
     def narrow(rows: slice, thread: int) -> None:
         operators().cast(weight_OI[rows], out_OI[rows])
@@ -186,7 +153,7 @@ def take_tokens(x: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
 
 def rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
     """Returns the row of each token, [R, D], and zeros for rows without a token."""
-    rows_RD = empty(len(token_R), x_ND.shape[1])[1]
+    rows_RD = empty(len(token_R), x_ND.shape[1])
 
     def copy(rows: slice, thread: int) -> None:
         take_tokens(x_ND, token_R[rows], rows_RD[rows])

@@ -21,8 +21,6 @@ from trainer.models.spec.saved import mlp_saved
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mindspore import Tensor
-
     from trainer.arrays.sublayer import SequenceParallelComm
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.models.spec.model import MlpSpec
@@ -59,7 +57,7 @@ class CpuMlp:
             output, spec, scratch, tensor, norm_name=POST_MLP_NORM, site="mlp_output", adds=is_sublayer
         )
 
-    def forward(self, call: SublayerCall, x_ND: np.ndarray, stream_ND: np.ndarray | None = None) -> Tensor:
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, stream_ND: np.ndarray | None = None) -> np.ndarray:
         """Returns the residual stream after the sublayer, or for shared experts their output, [N, D].
 
         Args:
@@ -68,12 +66,12 @@ class CpuMlp:
         """
         if stream_ND is None:
             stream_ND = x_ND
-        result, out_ND = empty(*x_ND.shape)
+        out_ND = empty(*x_ND.shape)
         dtype = call.weights[self.output.linear.weight].dtype
         tokens = self._begin(call, x_ND, dtype)
         self.scratch.run(tokens, lambda tile: self.compute(call, x_ND, stream_ND, out_ND, tile))
         self.output.end_forward(call, stream_ND, out_ND)
-        return result
+        return out_ND
 
     def compute(
         self, call: SublayerCall, x_ND: np.ndarray, stream_ND: np.ndarray, out_ND: np.ndarray, tile: Tile
@@ -125,16 +123,16 @@ class CpuMlp:
         self.output.begin_forward(call, x_ND, tokens)
         return tokens
 
-    def backward(self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray) -> tuple[Tensor, Gradients]:
+    def backward(self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray) -> tuple[np.ndarray, Gradients]:
         """Returns the gradients of x and of the trained weights; overwrites `call.saved`."""
-        result, out_ND = empty(*x_ND.shape)
+        out_ND = empty(*x_ND.shape)
         saved = [call.saved[name] for name in self.linears]
         rows = len(saved[0])
         dtype = saved[0].dtype
         down = self.output.linear
         inner_NF = None
         if call.gradients.needs(down.weight):
-            inner_NF = empty(rows, self.spec.width, dtype=dtype)[1]
+            inner_NF = empty(rows, self.spec.width, dtype=dtype)
         grad = self.output.begin_backward(call, grad_ND, dtype)
         linears = tuple(self.linears.values())
         y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, linears)
@@ -161,4 +159,4 @@ class CpuMlp:
         for linear, grad_NF in zip(linears, saved, strict=True):
             linear.add_gradients(call, grad_NF, y_ND)
         self.output.end_backward(call, grad, inner_NF)
-        return result, call.gradients.compute()
+        return out_ND, call.gradients.compute()

@@ -268,7 +268,7 @@ def allocate(arrays: Iterable[SavedArray], rows: Mapping[str, int], dtype: type)
         dtype: Dtype of the products, which narrow arrays have.
     """
     dtypes = {True: dtype, False: np.float32}
-    return {array.name: empty(rows[array.rows], array.width, dtype=dtypes[array.narrow])[1] for array in arrays}
+    return {array.name: empty(rows[array.rows], array.width, dtype=dtypes[array.narrow]) for array in arrays}
 
 
 class SequenceParallelComm(Protocol):
@@ -313,7 +313,7 @@ class NormedInput:
         """Gathers the normed rows of all ranks. Returns how many rows the sublayer computes."""
         if self.tensor is None or not self.gathers:
             return len(x_ND)
-        y_nD = empty(*x_ND.shape, dtype=dtype)[1]
+        y_nD = empty(*x_ND.shape, dtype=dtype)
 
         def compute(tile: Tile) -> None:
             y_nD[tile.rows] = self._normed(call, x_ND, tile, dtype)
@@ -351,10 +351,10 @@ class NormedInput:
         """
         if self.gathers:
             normed_ND = call.saved["normed"]
-            return normed_ND, empty(*normed_ND.shape)[1]
+            return normed_ND, empty(*normed_ND.shape)
         into_ND: np.ndarray | None = out_ND
         if self.tensor is not None:
-            into_ND = empty(*x_ND.shape)[1]
+            into_ND = empty(*x_ND.shape)
         of_norm = call.gradients.needs(self.norm_name, self.norm_bias)
         if self.tensor is None and not call.input_gradient and not of_norm:
             into_ND = None
@@ -362,7 +362,7 @@ class NormedInput:
             return None, into_ND
         if self.norm is None and dtype == np.float32:
             return x_ND, into_ND
-        return empty(*x_ND.shape, dtype=dtype)[1], into_ND
+        return empty(*x_ND.shape, dtype=dtype), into_ND
 
     def recompute_input(
         self, call: SublayerCall, x_ND: np.ndarray, y_ND: np.ndarray | None, tile: Tile, dtype: type,
@@ -452,7 +452,7 @@ class SublayerOutput:
     def begin_forward(self, call: SublayerCall, x_ND: np.ndarray, rows: int) -> None:
         """Allocates the partial sums of a tensor-parallel rank, for `rows` rows."""
         if self.tensor is not None and self._computes(call):
-            call.working["partial"] = empty(rows, x_ND.shape[1])[1]
+            call.working["partial"] = empty(rows, x_ND.shape[1])
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, y_nI: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
         """Computes the rows of a tile from y, which is in the dtype of the products."""
@@ -511,7 +511,7 @@ class SublayerOutput:
         """Returns the gradient of W y from `grad_ND`, the gradient of the residual stream after the sublayer."""
         local_ND = grad_ND
         if self._changes(call):
-            local_ND = empty(*grad_ND.shape)[1]
+            local_ND = empty(*grad_ND.shape)
             self.scratch.run(len(grad_ND), lambda tile: self._gradient(call, grad_ND, local_ND, tile))
         every_ND = local_ND
         if self.tensor is not None:

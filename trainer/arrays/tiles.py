@@ -20,14 +20,12 @@ from trainer.arrays.operators import operators
 from trainer.models.spec.names import norm_bias
 
 if TYPE_CHECKING:
-    from mindspore import Tensor
-
     from trainer.arrays.dropout import LayerDropout
     from trainer.config.schema.model import Activation
     from trainer.models.spec.model import NormSpec
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
-Gradients: TypeAlias = "dict[str, Tensor]"
+Gradients: TypeAlias = "dict[str, np.ndarray]"
 """Gradients of the trained weights of a sublayer, by their names in it."""
 
 ROWS = 256  # of a tile: products of fewer are slower
@@ -73,7 +71,7 @@ class Scratch:
         a backward pass needs.
         """
         if self.part is None:
-            return empty(*shape, dtype=dtype)[1]
+            return empty(*shape, dtype=dtype)
         return self.part.take(shape, dtype)
 
     def run(self, rows: int, compute: Callable[[Tile], None]) -> None:
@@ -284,7 +282,7 @@ class WeightGradients:
 
     def __init__(self, trained: Iterable[str]) -> None:
         self.trained = frozenset(trained)
-        self.tensors: Gradients = {}
+        self.arrays: Gradients = {}
         self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.tiles: dict[str, dict[int, np.ndarray]] = {}
 
@@ -299,7 +297,8 @@ class WeightGradients:
         """
         if name in self.trained:
             assert x_NI is not None
-            self.tensors[name], array = empty(grad_NO.shape[1], x_NI.shape[1])
+            array = empty(grad_NO.shape[1], x_NI.shape[1])
+            self.arrays[name] = array
             # Large equal blocks, an even number of them: without AVX-512 blocks of 64 rows take a fifth longer.
             blocks = 2 * -(-len(array) // (2 * ROWS))
             size = max(_MIN_GRADIENT_ROWS, -(-len(array) // (blocks * _ALIGNED)) * _ALIGNED)
@@ -308,8 +307,7 @@ class WeightGradients:
     def add_bias(self, name: str, grad_NO: np.ndarray) -> None:
         """Adds the gradient of the bias `name`, the sum of the rows, if the bias is trained."""
         if name in self.trained:
-            self.tensors[name], array = empty(grad_NO.shape[1])
-            np.sum(upcast_if_needed(grad_NO, np.empty(grad_NO.shape, np.float32)), 0, out=array)
+            self.arrays[name] = np.sum(upcast_if_needed(grad_NO, np.empty(grad_NO.shape, np.float32)), 0)
 
     def add_tile(self, name: str, tile: Tile, gradient: np.ndarray) -> None:
         """Adds the contribution of a tile to the gradient of a vector or small matrix. Several threads may call it."""
@@ -319,8 +317,7 @@ class WeightGradients:
     def compute(self) -> Gradients:
         """Returns the gradients of all trained weights."""
         for name, by_row in self.tiles.items():
-            self.tensors[name], array = empty(*next(iter(by_row.values())).shape)
-            np.sum([by_row[first] for first in sorted(by_row)], 0, out=array)
+            self.arrays[name] = np.sum([by_row[first] for first in sorted(by_row)], 0)
 
         def multiply(product: tuple[np.ndarray, np.ndarray, np.ndarray], thread: int) -> None:
             """Computes the gradient of one matrix, grad_NO^T x_NI."""
@@ -328,7 +325,7 @@ class WeightGradients:
             operators().matmul(grad_NO.T, x_NI, out_OI)
 
         host_threads().run(self.products, multiply, lambda product: product[2].size)
-        return self.tensors
+        return self.arrays
 
 
 def gated(

@@ -268,7 +268,8 @@ class ArrayParts:
                     x_ND, aux_loss, z_loss = x_ND
                     statistics.routings.append((number, experts.routing, experts.scores_NE))
             elif name == "mlp":
-                mlp = self.mlp_of(spec.mlp)
+                assert isinstance(spec.mlp, MlpSpec)
+                mlp = self.dense_mlp_of(spec.mlp)
                 x_ND = run_part(mlp, weights, (x_ND,), save=save, dropout=dropout, on_saved=on_saved)
             else:
                 attention = self.attention_of(spec.attention)

@@ -154,7 +154,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     measure(cells, "narrow_weight", "weights in the dtype of the products")
     measure(embedding, "embedding_rows", "embedding", _arrays_cost)
     measure(embedding, "embedding_gradient", "embedding", _arrays_cost)
-    for owner in (memory, cells, measures, adamw):
+    for owner in (memory, measures, adamw):
         measure(owner, "shared_array", "tensors as arrays")
     measure(measures, "squares", "norm of the gradients", lambda call: (4.0 * sum(one.size for one in call[0]), 0.0))
     measure(kind, "adamw", "optimizer", lambda call: (7 * call[1].nbytes, 0.0))  # reads four arrays, writes three

@@ -139,7 +139,7 @@ class LatentProjections:
     def _gather(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> np.ndarray:
         """Returns the results of `_latents` for the rows of all ranks, [N, G]."""
         assert self.tensor is not None
-        local_nG = empty(len(x_ND), self.query_width + self.rank + self.rope_size, dtype=dtype)[1]
+        local_nG = empty(len(x_ND), self.query_width + self.rank + self.rope_size, dtype=dtype)
 
         def compute(tile: Tile) -> None:
             """Writes the latent vectors of a tile of this rank's tokens."""
@@ -243,7 +243,7 @@ class LatentProjections:
             self.scratch.run(len(x_ND), compute)
         else:
             gathered_NG = call.saved.get("normed")  # None where ranks have all rows of the residual stream
-            grad_NG = empty(len(grads[0]), self.query_width + self.rank + self.rope_size)[1]
+            grad_NG = empty(len(grads[0]), self.query_width + self.rank + self.rope_size)
 
             def compute_heads(tile: Tile) -> None:
                 """Computes the gradients of a tile's latent vectors."""
@@ -275,17 +275,17 @@ class _LatentBackward:
         self.x_ND = x_ND
         rows = len(grad_q_NC)
         stream = len(x_ND)
-        self.y_ND = empty(*x_ND.shape, dtype=dtype)[1]
-        self.down_grad = empty(stream, of.rank + of.rope_size, dtype=dtype)[1]
-        self.key_value_grad = empty(rows, of.heads * (of.nope_size + of.value_size), dtype=dtype)[1]
+        self.y_ND = empty(*x_ND.shape, dtype=dtype)
+        self.down_grad = empty(stream, of.rank + of.rope_size, dtype=dtype)
+        self.key_value_grad = empty(rows, of.heads * (of.nope_size + of.value_size), dtype=dtype)
         self.query_grad = narrow_like(grad_q_NC, dtype)
-        self.latent_NL = empty(rows, of.rank, dtype=dtype)[1]
+        self.latent_NL = empty(rows, of.rank, dtype=dtype)
         self.queries_from = self.y_ND
         if of.has_query_latent or of.gathers:
-            self.queries_from = empty(rows, of.query_width, dtype=dtype)[1]
+            self.queries_from = empty(rows, of.query_width, dtype=dtype)
         self.query_down_grad: np.ndarray | None = None
         if of.has_query_latent:
-            self.query_down_grad = empty(stream, of.query_width, dtype=dtype)[1]
+            self.query_down_grad = empty(stream, of.query_width, dtype=dtype)
 
     def recompute_inputs(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Recomputes three arrays for a tile: the input of the queries, the latent vector, and the normed residual

@@ -32,8 +32,6 @@ from trainer.models.spec.names import INPUT_NORM, POST_ATTENTION_NORM, SINKS
 from trainer.models.spec.saved import attention_inputs, attention_saved
 
 if TYPE_CHECKING:
-    from mindspore import Tensor
-
     from trainer.arrays.attention.context import ContextParallel
     from trainer.arrays.attention.positions import SequenceBlocks, TokenPositions
     from trainer.arrays.sublayer import SequenceParallelComm
@@ -239,20 +237,20 @@ class CpuAttention:
         """Returns how many ranks exchange heads for tokens."""
         return self.spec.heads // (self.attention.kv_heads * self.attention.groups)
 
-    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> np.ndarray:
         """Returns the residual stream after the sublayer."""
         dtype = call.weights[self.output.linear.weight].dtype
         tokens = len(positions.rotation_N1h)
         sequences = positions.select_blocks(self.spec.window)
         arrays = self._allocate(call, len(x_ND), tokens, sequences, dtype)
-        result, out_ND = empty(*x_ND.shape)
+        out_ND = empty(*x_ND.shape)
         if self.context is None:
             self.projections.forward(call, x_ND, positions, arrays["q"], arrays["k"], arrays["v"])
         else:
             self._exchanged_projections(self.context, call, x_ND, positions, arrays, len(sequences))
         heads_NV = arrays["heads"]
         if self.ulysses > 1:
-            heads_NV = empty(len(arrays["q"]), self.attention.width, dtype=dtype)[1]
+            heads_NV = empty(len(arrays["q"]), self.attention.width, dtype=dtype)
         self.output.begin_forward(call, x_ND, tokens)
 
         tasks = [(sequence, block) for sequence in sequences for block in sequence.blocks]
@@ -287,7 +285,7 @@ class CpuAttention:
                 tokens, lambda tile: self.output.forward(call, x_ND, local_NV[tile.rows], out_ND, tile)
             )
         self.output.end_forward(call, x_ND, out_ND)
-        return result
+        return out_ND
 
     def _allocate(
         self, call: SublayerCall, stream: int, tokens: int, sequences: Sequence[SequenceBlocks], dtype: type
@@ -328,7 +326,7 @@ class CpuAttention:
         """Fills queries, keys and values for the attention of this rank, with those of context-parallel ranks."""
         spec = self.spec
         widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.kv_heads * spec.value_size
-        local = [empty(len(positions.rotation_N1h), width, dtype=arrays["q"].dtype)[1] for width in widths]
+        local = [empty(len(positions.rotation_N1h), width, dtype=arrays["q"].dtype) for width in widths]
         self.projections.forward(call, x_ND, positions, local[0], local[1], local[2])
         arrays["q"][...] = context.to_heads(local[0], spec.heads, sequences)
         for name, x_NK in zip("kv", local[1:], strict=True):
@@ -348,18 +346,18 @@ class CpuAttention:
 
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[np.ndarray, Gradients]:
         """Returns the gradients of x and of the trained weights; overwrites `call.saved`."""
         saved = call.saved
         context = self.context
         sequences = positions.select_blocks(self.spec.window)
-        result, out_ND = empty(*x_ND.shape)
-        grad_heads_NV = empty(*saved["heads"].shape, dtype=saved["heads"].dtype)[1]
+        out_ND = empty(*x_ND.shape)
+        grad_heads_NV = empty(*saved["heads"].shape, dtype=saved["heads"].dtype)
         self._output_gradients(call, grad_ND, grad_heads_NV)
         if context is not None:
             grad_heads_NV = context.to_heads(grad_heads_NV, self.spec.heads, len(sequences))
         inputs = self._inputs(call, positions)
-        grads = [empty(*inputs[name].shape)[1] for name in "qkv"]
+        grads = [empty(*inputs[name].shape) for name in "qkv"]
         sinks_KG = self._sinks(call)
         tasks = list(self.attention.tasks(sequences, _MIN_TASKS))
         sink_grads = None
@@ -384,7 +382,7 @@ class CpuAttention:
                 local_MK = context.reduce_keys(grads[place], len(sequences))
                 grads[place] = context.to_tokens(local_MK, self.spec.kv_heads, len(sequences))
         self.projections.backward(call, x_ND, positions, grads, grad_ND, out_ND)
-        return result, call.gradients.compute()
+        return out_ND, call.gradients.compute()
 
     def _sinks(self, call: SublayerCall) -> np.ndarray | None:
         """Returns the sinks of the heads whose attention this rank computes, [K, G]; None without sinks."""
@@ -403,9 +401,9 @@ class CpuAttention:
 
     def _add_sink_gradients(self, call: SublayerCall, grad_h: np.ndarray) -> None:
         """Adds the gradients of the sinks; those of heads of other ranks are 0."""
-        call.gradients.tensors[SINKS], grad_H = empty(self.spec.heads)
-        grad_H[...] = 0
+        grad_H = np.zeros(self.spec.heads, np.float32)
         grad_H[self._attended_heads()] = grad_h
+        call.gradients.arrays[SINKS] = grad_H
 
     def _output_gradients(self, call: SublayerCall, grad_ND: np.ndarray, grad_heads_NV: np.ndarray) -> None:
         """Writes the gradients of the heads' results, and adds those of the output projection and its norm."""

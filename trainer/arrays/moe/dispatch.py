@@ -74,7 +74,7 @@ class AllToAllExperts:
         local = route_received_rows(received_Se)
         out_QD, saved = self.experts.forward(rows_QD, np.ones((len(rows_QD), 1), np.float32), weights, local)
         out_RD = self._exchange(out_QD, receive_S, send_S, len(rows_RD))
-        out_ND = empty(*x_ND.shape)[1]
+        out_ND = empty(*x_ND.shape)
         combine_expert_rows(out_RD, routing.row_Nk, gates_Nk, out_ND)
         return out_ND, _Exchanged(send_S, receive_S, rows_QD, local, saved, out_RD)
 
@@ -92,14 +92,14 @@ class AllToAllExperts:
             saved.rows_QD, ones_Q1, weights, saved.local, saved.saved, grad_QD, trained
         )
         grad_rows_RD = self._exchange(gradients.x_ND, saved.receive_S, saved.send_S, len(grad_RD))
-        grad_x_ND = empty(*x_ND.shape)[1]
+        grad_x_ND = empty(*x_ND.shape)
         combine_expert_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
         return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], gradients.weights)
 
     def _exchange(self, rows_RD: np.ndarray, send_S: np.ndarray, receive_S: np.ndarray, number: int) -> np.ndarray:
         """Sends `send_S` rows to the ranks, and returns the received rows, padded with zeros to `number` rows."""
         total = int(receive_S.sum())
-        result = empty(number, rows_RD.shape[1])[1]
+        result = empty(number, rows_RD.shape[1])
         result[total:] = 0
         self.group.all_to_all_into(
             np.split(rows_RD[: send_S.sum()], np.cumsum(send_S)[:-1]),

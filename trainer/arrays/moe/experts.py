@@ -33,8 +33,6 @@ from trainer.arrays.tiles import clamped_swiglu, clamped_swiglu_gradient
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from mindspore import Tensor
-
     from trainer.arrays.tiles import Scratch, Tile
     from trainer.ops.routing import Routing
 
@@ -66,7 +64,7 @@ class ExpertGradients(NamedTuple):
 
     x_ND: np.ndarray
     gates_Nk: np.ndarray
-    weights: dict[str, Tensor]
+    weights: dict[str, np.ndarray]
 
 
 class _Segment(NamedTuple):
@@ -96,10 +94,10 @@ class CpuExperts:
         """Returns the sums, [N, D], and the saved arrays for `backward`; `routing` has arrays."""
         num_rows = len(routing.token_R)
         width = weights.gate.shape[1]
-        out_ND = empty(*x_ND.shape)[1]
+        out_ND = empty(*x_ND.shape)
         computed = int(routing.counts_E.sum())
-        saved = SavedExperts(empty(computed, width)[1], empty(computed, width)[1])
-        y_RD = empty(num_rows, x_ND.shape[1])[1]
+        saved = SavedExperts(empty(computed, width), empty(computed, width))
+        y_RD = empty(num_rows, x_ND.shape[1])
         y_RD[computed:] = 0
         gate_R = gates_of_rows(gates_Nk, routing.row_Nk, num_rows)
 
@@ -163,8 +161,8 @@ class CpuExperts:
         num_rows = len(routing.token_R)
         hidden = x_ND.shape[1]
         width = weights.gate.shape[1]
-        grad_x_ND = empty(*x_ND.shape)[1]
-        grad_rows_RD = empty(num_rows, hidden)[1]
+        grad_x_ND = empty(*x_ND.shape)
+        grad_rows_RD = empty(num_rows, hidden)
         grad_rows_RD[int(routing.counts_E.sum()) :] = 0
         gate_R = gates_of_rows(gates_Nk, routing.row_Nk, num_rows)
         grad_gate_R = np.zeros(num_rows, np.float32)
@@ -226,7 +224,7 @@ class _SegmentSums:
     """
 
     def __init__(self, counts_E: np.ndarray, shape: tuple[int, ...]) -> None:
-        self.tensor, self.array = empty(len(counts_E), *shape)
+        self.array = empty(len(counts_E), *shape)
         self.array[counts_E == 0] = 0
         self.other_segments: dict[tuple[int, int], np.ndarray] = {}
 
@@ -249,11 +247,11 @@ class _SegmentSums:
             self.other_segments[segment[:2]] = np.empty(self.array.shape[1:], np.float32)
         return self.other_segments[segment[:2]]
 
-    def total(self) -> Tensor:
+    def total(self) -> np.ndarray:
         """Returns the gradient of the stacked weight: the sums of all segments."""
         for (expert, _), part in sorted(self.other_segments.items(), key=lambda item: item[0]):
             self.array[expert] += part
-        return self.tensor
+        return self.array
 
 
 def _segments(counts_E: np.ndarray) -> Iterator[_Segment]:

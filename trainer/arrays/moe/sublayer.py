@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from mindspore import Tensor
 
 from trainer.arrays.memory import empty
 from trainer.arrays.mlp import CpuMlp
@@ -111,7 +110,7 @@ class CpuMoe:
 
     def forward(
         self, call: SublayerCall, x_ND: np.ndarray, inputs: MoeInputs
-    ) -> tuple[Tensor, MoePass]:
+    ) -> tuple[np.ndarray, MoePass]:
         """Returns the residual stream after the sublayer, and the arrays of the pass."""
         rows_ND = x_ND
         if self.row_ranks is not None:
@@ -124,7 +123,7 @@ class CpuMoe:
             added_ND += self._shared_forward(self.shared, call, passed)
         if self.row_ranks is not None:
             added_ND = self.row_ranks.gather_tokens(added_ND)
-        result, out_ND = empty(*x_ND.shape)
+        out_ND = empty(*x_ND.shape)
         dropout = call.dropout_of(self.spec.output_dropout)
 
         def add(tile: Tile) -> None:
@@ -133,7 +132,7 @@ class CpuMoe:
             add_to_stream(x_ND[rows], added_ND[rows], out_ND[rows], tile, _SITE, dropout, self.scale)
 
         self.scratch.run(len(x_ND), add)
-        return result, passed
+        return out_ND, passed
 
     def predict(self, call: SublayerCall, x_ND: np.ndarray, thread: int) -> np.ndarray:
         """Returns the residual stream after the sublayer for few tokens, which all ranks have."""
@@ -161,7 +160,7 @@ class CpuMoe:
 
     def _normed(self, call: SublayerCall, rows_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the normed rows and the factor of each."""
-        y_ND = empty(*rows_ND.shape)[1]
+        y_ND = empty(*rows_ND.shape)
         scale_N = np.empty(len(rows_ND), np.float32)
 
         def compute(tile: Tile) -> None:
@@ -196,7 +195,7 @@ class CpuMoe:
     def _shared_forward(self, shared: CpuMlp, call: SublayerCall, passed: MoePass) -> np.ndarray:
         """Returns the output of the shared experts, [n, D]."""
         passed.shared = SublayerCall(call.weights, save=call.save)
-        out_ND = shared.forward(passed.shared, passed.y_ND).asnumpy()
+        out_ND = shared.forward(passed.shared, passed.y_ND)
         if SHARED_GATE not in call.weights:
             return out_ND
         passed.share_N1 = sigmoid(passed.y_ND @ call.weights[SHARED_GATE].T)
@@ -206,13 +205,13 @@ class CpuMoe:
     def backward(
         self, call: SublayerCall, passed: MoePass, grad_ND: np.ndarray, grad_aux_loss: np.ndarray,
         grad_z_loss: np.ndarray,
-    ) -> tuple[Tensor, Gradients]:  # fmt: skip
+    ) -> tuple[np.ndarray, Gradients]:  # fmt: skip
         """Returns the gradients of x and of the trained weights; overwrites the arrays of `passed`."""
         gradients = call.gradients
         added_grad_ND = grad_ND
         dropout = call.dropout_of(self.spec.output_dropout)
         if dropout is not None or self.scale != 1:
-            added_grad_ND = empty(*grad_ND.shape)[1]
+            added_grad_ND = empty(*grad_ND.shape)
 
             def change(tile: Tile) -> None:
                 """Multiplies the gradients of a tile by the factor of the output and by its dropout mask."""
@@ -229,7 +228,7 @@ class CpuMoe:
             added_grad_ND, trained_experts,
         )  # fmt: skip
         grad_y_ND = expert_gradients.x_ND
-        gradients.tensors.update({_EXPERTS[field]: tensor for field, tensor in expert_gradients.weights.items()})
+        gradients.arrays.update({_EXPERTS[field]: array for field, array in expert_gradients.weights.items()})
         if self.shared is not None:
             grad_y_ND += self._shared_gradient(self.shared, call, passed, added_grad_ND)
         assert passed.inputs.labels is not None and passed.routed is not None  # a training has labels
@@ -238,10 +237,10 @@ class CpuMoe:
             grad_aux_loss, grad_z_loss, grad_y_ND,
         )  # fmt: skip
         if ROUTER in gradients.trained:
-            gradients.tensors[ROUTER] = Tensor(router_grad_ED)
+            gradients.arrays[ROUTER] = router_grad_ED
         if ROUTER_BIAS in gradients.trained:
-            gradients.tensors[ROUTER_BIAS] = Tensor(logits_grad_E)
-        result, out_ND = empty(*grad_ND.shape)
+            gradients.arrays[ROUTER_BIAS] = logits_grad_E
+        out_ND = empty(*grad_ND.shape)
 
         def through_norm(tile: Tile) -> None:
             """Takes the gradients of a tile back through the norm."""
@@ -253,7 +252,7 @@ class CpuMoe:
         self.scratch.run(len(grad_y_ND), through_norm)
         if self.row_ranks is not None:
             np.add(self.row_ranks.gather_tokens(grad_y_ND), grad_ND, out=out_ND)
-        return result, gradients.compute()
+        return out_ND, gradients.compute()
 
     def _shared_gradient(
         self, shared: CpuMlp, call: SublayerCall, passed: MoePass, grad_ND: np.ndarray
@@ -267,13 +266,12 @@ class CpuMoe:
             score_grad_N1 = np.einsum("nd,nd->n", grad_ND, passed.shared_out_ND)[:, None] * share_N1 * (1 - share_N1)
             grad_ND = grad_ND * share_N1
         passed.shared.gradients = WeightGradients(gradients.trained)
-        result, weight_gradients = shared.backward(passed.shared, passed.y_ND, grad_ND)
-        gradients.tensors.update(weight_gradients)
-        y_grad_ND = result.asnumpy()
+        y_grad_ND, weight_gradients = shared.backward(passed.shared, passed.y_ND, grad_ND)
+        gradients.arrays.update(weight_gradients)
         if score_grad_N1 is not None:
             y_grad_ND += score_grad_N1 * call.weights[SHARED_GATE]
             if SHARED_GATE in gradients.trained:
-                gradients.tensors[SHARED_GATE] = Tensor(score_grad_N1.T @ passed.y_ND)
+                gradients.arrays[SHARED_GATE] = score_grad_N1.T @ passed.y_ND
         return y_grad_ND
 
 

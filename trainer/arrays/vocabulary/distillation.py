@@ -60,8 +60,8 @@ class Distillation:
 
     def allocate(self, rows: int, vocabulary: int) -> None:
         """Allocates memory for tiles of so many rows."""
-        self._teacher_nV = empty(rows, vocabulary)[1]
-        self._other_nV = empty(rows, vocabulary)[1]
+        self._teacher_nV = empty(rows, vocabulary)
+        self._other_nV = empty(rows, vocabulary)
         self._divergence_n = np.empty(rows)
 
     def take_rows(self, part: slice) -> None:

@@ -20,8 +20,6 @@ from trainer.models.spec.names import EMBEDDING, MAPPING_IN, adapter_names
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
-    from mindspore import Tensor
-
     from trainer.arrays.tiles import Arrays, Gradients, Scratch, SublayerCall, Tile
     from trainer.models.spec.model import AdapterSpec, NormSpec
     from trainer.parallel.tensor import TensorParallel
@@ -37,9 +35,9 @@ def embedding_rows(weight_VE: np.ndarray | StoredMatrix, ids_N: np.ndarray, out_
     np.take(weight_VE, ids_N, axis=0, out=out_NE, mode="clip")  # other modes copy `out`
 
 
-def embedding_gradient(shape: tuple[int, ...], ids_N: np.ndarray, grad_NE: np.ndarray) -> Tensor:
+def embedding_gradient(shape: tuple[int, ...], ids_N: np.ndarray, grad_NE: np.ndarray) -> np.ndarray:
     """Returns the gradient of the matrix, [V, E]: the sums over each token's rows, in their order."""
-    result, out_VE = empty(*shape)
+    out_VE = empty(*shape)
     out_VE[...] = 0
     order_N = np.argsort(ids_N, kind="stable")
     ids, first, counts = np.unique(ids_N[order_N], return_index=True, return_counts=True)
@@ -52,7 +50,7 @@ def embedding_gradient(shape: tuple[int, ...], ids_N: np.ndarray, grad_NE: np.nd
     for place in np.flatnonzero(counts > _FEW_TIMES):
         remaining_n = order_N[first[place] + _FEW_TIMES : first[place] + counts[place]]
         out_VE[ids[place]] += grad_NE[remaining_n].sum(0)
-    return result
+    return out_VE
 
 
 class CpuEmbedding:
@@ -74,14 +72,9 @@ class CpuEmbedding:
         if tensor is not None:
             self.first_token = shard_range(vocabulary, tensor.group.rank, tensor.group.size).start
 
-    def forward(self, call: SublayerCall, ids_N: np.ndarray) -> Tensor:
+    def forward(self, call: SublayerCall, ids_N: np.ndarray) -> np.ndarray:
         """Returns the embeddings, [N, E]; with sequence parallelism only of this rank's rows."""
-        result, out_NE = empty(len(ids_N), call.weights[EMBEDDING].shape[1])
-        rows_NE = self.look_up(call.weights, ids_N, out_NE)
-        if rows_NE is not out_NE:
-            result, out_NE = empty(*rows_NE.shape)
-            out_NE[...] = rows_NE
-        return result
+        return self.look_up(call.weights, ids_N, empty(len(ids_N), call.weights[EMBEDDING].shape[1]))
 
     def look_up(self, weights: Arrays, ids_N: np.ndarray, out_NE: np.ndarray) -> np.ndarray:
         """Returns the embeddings in `out_NE`, or with sequence parallelism those of this rank's rows in a new array."""
@@ -125,11 +118,11 @@ class CpuEmbedding:
             operators().matmul(grad_NE, weights[self.lora_b], grad_NR)
             grad_NR *= np.float32(self.adapter.scale)
             rank, tokens = weights[self.lora_a].shape
-            gradients[self.lora_a], grad_RV = empty(rank, tokens)
-            grad_RV[...] = embedding_gradient((tokens, rank), ids_N, grad_NR).asnumpy().T
+            gradients[self.lora_a] = empty(rank, tokens)
+            gradients[self.lora_a][...] = embedding_gradient((tokens, rank), ids_N, grad_NR).T
         if call.gradients.needs(self.lora_b):
-            gradients[self.lora_b], grad_ER = empty(*weights[self.lora_b].shape)
-            operators().matmul(grad_NE.T, self._low_rank(weights, ids_N), grad_ER)
+            gradients[self.lora_b] = empty(*weights[self.lora_b].shape)
+            operators().matmul(grad_NE.T, self._low_rank(weights, ids_N), gradients[self.lora_b])
         return gradients
 
     def _local(self, ids_N: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -146,11 +139,11 @@ class CpuMapping:
         self.scratch = scratch
         self.linear = CpuLinear("mapping", weight=MAPPING_IN)
 
-    def forward(self, call: SublayerCall, x_NE: np.ndarray) -> Tensor:
+    def forward(self, call: SublayerCall, x_NE: np.ndarray) -> np.ndarray:
         """Returns the residual stream, [N, D]."""
-        result, out_ND = empty(len(x_NE), len(call.weights[MAPPING_IN]))
+        out_ND = empty(len(x_NE), len(call.weights[MAPPING_IN]))
         self.map_rows(call, x_NE, out_ND)
-        return result
+        return out_ND
 
     def map_rows(self, call: SublayerCall, x_NE: np.ndarray, out_ND: np.ndarray) -> None:
         """Writes the residual stream to `out_ND`."""
@@ -162,11 +155,11 @@ class CpuMapping:
 
         self.scratch.run(len(x_NE), compute)
 
-    def backward(self, call: SublayerCall, x_NE: np.ndarray, grad_ND: np.ndarray) -> tuple[Tensor, Gradients]:
+    def backward(self, call: SublayerCall, x_NE: np.ndarray, grad_ND: np.ndarray) -> tuple[np.ndarray, Gradients]:
         """Returns the gradients of the embeddings and, if it is trained, of the matrix."""
-        result, out_NE = empty(*x_NE.shape)
+        out_NE = empty(*x_NE.shape)
         self.linear.backward_rows(call, grad_ND, x_NE, out_NE, self.scratch)
-        return result, call.gradients.compute()
+        return out_NE, call.gradients.compute()
 
 
 class CpuMerge:
@@ -181,9 +174,9 @@ class CpuMerge:
         self.scratch = scratch
         self.linear = CpuLinear("eh_proj")
 
-    def forward(self, call: SublayerCall, embedded_ND: np.ndarray, x_ND: np.ndarray) -> Tensor:
+    def forward(self, call: SublayerCall, embedded_ND: np.ndarray, x_ND: np.ndarray) -> np.ndarray:
         """Returns the input of the layer, [N, D]."""
-        result, out_ND = empty(*x_ND.shape)
+        out_ND = empty(*x_ND.shape)
         dtype = call.weights[self.linear.weight].dtype
 
         def compute(tile: Tile) -> None:
@@ -192,7 +185,7 @@ class CpuMerge:
             self.linear.forward(call, both_nC, out_ND[tile.rows], tile)
 
         self.scratch.run(len(x_ND), compute)
-        return result
+        return out_ND
 
     def _both(self, weights: Arrays, embedded_ND: np.ndarray, x_ND: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns the input of the matrix for the rows of a tile, [n, 2 D]."""
@@ -204,13 +197,13 @@ class CpuMerge:
 
     def backward(
         self, call: SublayerCall, embedded_ND: np.ndarray, x_ND: np.ndarray, grad_ND: np.ndarray
-    ) -> tuple[Tensor, Tensor, Gradients]:
+    ) -> tuple[np.ndarray, np.ndarray, Gradients]:
         """Returns the gradients of the embeddings, of the hidden states and of the trained weights."""
         dtype = call.weights[self.linear.weight].dtype
-        embedded_grad, embedded_grad_ND = empty(*x_ND.shape)
-        x_grad, x_grad_ND = empty(*x_ND.shape)
-        both_NC = empty(len(x_ND), 2 * self.hidden, dtype=dtype)[1]
-        factor_ND = empty(*grad_ND.shape, dtype=dtype)[1]
+        embedded_grad_ND = empty(*x_ND.shape)
+        x_grad_ND = empty(*x_ND.shape)
+        both_NC = empty(len(x_ND), 2 * self.hidden, dtype=dtype)
+        factor_ND = empty(*grad_ND.shape, dtype=dtype)
 
         def compute(tile: Tile) -> None:
             """Computes the gradients of the embeddings and of x for a tile, through their norms."""
@@ -229,4 +222,4 @@ class CpuMerge:
 
         self.scratch.run(len(x_ND), compute)
         self.linear.add_gradients(call, factor_ND, both_NC)
-        return embedded_grad, x_grad, call.gradients.compute()
+        return embedded_grad_ND, x_grad_ND, call.gradients.compute()

@@ -23,7 +23,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mindspore import Tensor
 
 from trainer.arrays.memory import downcast_if_needed, empty, host_threads, narrow_like, part_of, row_blocks
 from trainer.arrays.numpy_operators import soft_cap
@@ -118,7 +117,7 @@ class FusedLinearCrossEntropy:
     def logits_by_rows(self, call: SublayerCall, x_ND: np.ndarray) -> WriteLogits:
         """Returns a function that computes the logits of some rows, and keeps none; not with `tensor` or an adapter."""
         weight_VE = call.weights["weight"]
-        y_NE = self.normed(call, x_ND, empty(len(x_ND), self.width)[1])
+        y_NE = self.normed(call, x_ND, empty(len(x_ND), self.width))
         y_NE = downcast_if_needed(y_NE, narrow_like(y_NE, weight_VE.dtype))
 
         def write_logits(part: slice, logits_nV: np.ndarray) -> None:
@@ -166,7 +165,7 @@ class FusedLinearCrossEntropy:
     def forward(
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
         pairs: Pairs | None = None, terms: LossTerms | None = None, distillation: Distillation | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> np.float32:  # fmt: skip
         """Returns the loss; if `call.save`, also computes the gradients of x and of the trained weights.
 
         The loss has the `terms`, whose sums the pass computes. Pairs have none. With `distillation` it is the cross
@@ -177,7 +176,7 @@ class FusedLinearCrossEntropy:
         their factors.
         """
         weight_VE = call.weights["weight"]
-        y_NE = self.normed(call, x_nD, empty(len(x_nD), self.width)[1])
+        y_NE = self.normed(call, x_nD, empty(len(x_nD), self.width))
         if self.tensor is not None:
             y_NE = self.tensor.gather_tokens(y_NE)
         losses_N = np.zeros(len(y_NE))
@@ -193,12 +192,13 @@ class FusedLinearCrossEntropy:
                 pair_loss, weights_N1 = pairs.weigh(losses_N, valid_N1)
                 loss = pair_loss
             if not call.save:
-                return Tensor(loss)
+                return loss
         gradients = call.gradients
-        grad_NE = empty(*y_NE.shape)[1]
+        grad_NE = empty(*y_NE.shape)
         weight_grad_VE = None
         if gradients.needs("weight"):
-            gradients.tensors["weight"], weight_grad_VE = empty(*weight_VE.shape)
+            weight_grad_VE = empty(*weight_VE.shape)
+            gradients.arrays["weight"] = weight_grad_VE
         if adapter is not None:
             adapter.allocate_gradients()
         loss = self._loss(
@@ -213,11 +213,11 @@ class FusedLinearCrossEntropy:
             grad_NE = self.tensor.reduce_partial(grad_NE)
         call.saved["input"] = self._input_gradient(call, x_nD, grad_NE)
         call.saved["weights"] = gradients.compute()
-        return Tensor(loss)
+        return loss
 
     def backward(
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray, *others_and_grad: Any
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[np.ndarray, Gradients]:
         """Returns the gradients of x and of the trained weights; overwrites those that the forward pass saved.
 
         Args:
@@ -225,8 +225,9 @@ class FusedLinearCrossEntropy:
         """
         input_grad = call.saved["input"]
         weight_grads = call.saved["weights"]
-        for gradient in (input_grad, *weight_grads.values()):
-            gradient.asnumpy()[...] *= others_and_grad[-1]
+        if others_and_grad[-1] != 1:
+            for gradient in (input_grad, *weight_grads.values()):
+                gradient *= others_and_grad[-1]
         return input_grad, weight_grads
 
     def _loss(
@@ -245,10 +246,10 @@ class FusedLinearCrossEntropy:
         logits_nV = self.scratch.take_for_part(rows, len(weight_VE))
         slope_nV = None
         if self.cap is not None and grad_NE is not None:
-            slope_nV = empty(rows, len(weight_VE))[1]
+            slope_nV = empty(rows, len(weight_VE))
         narrow_nE = narrow_nV = None
         if dtype != np.float32:
-            narrow_nE = empty(rows, self.width, dtype=dtype)[1]
+            narrow_nE = empty(rows, self.width, dtype=dtype)
             if grad_NE is not None:
                 narrow_nV = self.scratch.take_for_part(rows, len(weight_VE), dtype=dtype.type)
         part_VE = None
@@ -438,10 +439,10 @@ class FusedLinearCrossEntropy:
         if out_VE is not None:
             host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), compute_weight_rows)
 
-    def _input_gradient(self, call: SublayerCall, x_nD: np.ndarray, grad_nE: np.ndarray) -> Tensor:
+    def _input_gradient(self, call: SublayerCall, x_nD: np.ndarray, grad_nE: np.ndarray) -> np.ndarray:
         """Returns the gradient of x from that of the normed rows, `grad_nE`, which it overwrites."""
         maps = "mapping" in call.weights
-        result, out_nD = empty(*x_nD.shape)
+        out_nD = empty(*x_nD.shape)
         mapped_grad_nE = out_nD
         if maps:
             mapped_grad_nE = grad_nE
@@ -458,7 +459,7 @@ class FusedLinearCrossEntropy:
         self.scratch.run(len(x_nD), compute)
         if maps:
             self.mapping.backward_rows(call, grad_nE, x_nD, out_nD, self.scratch)
-        return result
+        return out_nD
 
 
 def _gradient_factor(dtype: np.dtype) -> np.float32:

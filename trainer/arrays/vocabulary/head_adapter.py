@@ -49,11 +49,12 @@ class HeadAdapter:
         operators().matmul(low_nR, self.b_VR[columns].T, logits_nV, True)
 
     def allocate_gradients(self) -> None:
-        """Makes the gradients of the trained matrices in the tensors of the call: zeros."""
+        """Makes the gradients of the trained matrices among those of the call: zeros."""
         for name in (LORA_A, LORA_B):
             if self.call.gradients.needs(name):
-                self.call.gradients.tensors[name], self.gradients[name] = empty(*self.call.weights[name].shape)
+                self.gradients[name] = empty(*self.call.weights[name].shape)
                 self.gradients[name][...] = 0
+                self.call.gradients.arrays[name] = self.gradients[name]
 
     def add_gradients(self, grad_nV: np.ndarray, y_nE: np.ndarray, out_nE: np.ndarray, divisor: np.float32) -> None:
         """Adds the gradient of y to `out_nE`, and the contribution of some tokens to those of A and B.

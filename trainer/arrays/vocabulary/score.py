@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mindspore import Tensor
 
 from trainer.arrays.memory import empty
 from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
@@ -47,7 +46,7 @@ class ScoreHead(FusedLinearCrossEntropy):
     def forward(
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
         pairs: Pairs | None = None, terms: LossTerms | None = None, distillation: Distillation | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> np.float32:  # fmt: skip
         """Returns the loss of the pairs; if `call.save`, also computes the gradients of x and of the trained weights.
         """
         if pairs is None or terms is not None or distillation is not None:
@@ -56,17 +55,17 @@ class ScoreHead(FusedLinearCrossEntropy):
         y_AE = self._last_rows(call, x_nD, last_A)
         loss, slopes_A = pairs.compare_scores(self._products(call, y_AE))
         if not call.save:
-            return Tensor(loss)
+            return loss
         gradients = call.gradients
         if gradients.needs("weight"):
-            gradients.tensors["weight"], weight_grad_1E = empty(1, self.width)
-            weight_grad_1E[0] = slopes_A @ y_AE
-        grad_NE = empty(len(x_nD), self.width)[1]
+            gradients.arrays["weight"] = empty(1, self.width)
+            gradients.arrays["weight"][0] = slopes_A @ y_AE
+        grad_NE = empty(len(x_nD), self.width)
         grad_NE[...] = 0
         grad_NE[last_A] = slopes_A[:, None] * call.weights["weight"]
         call.saved["input"] = self._input_gradient(call, x_nD, grad_NE)
         call.saved["weights"] = gradients.compute()
-        return Tensor(loss)
+        return loss
 
     def logits(self, call: SublayerCall, x_nD: np.ndarray) -> Any:
         """Raises a ValueError: a reward model has no logits."""
