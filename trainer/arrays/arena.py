@@ -40,9 +40,14 @@ class Arena:
     """Makes arrays in the smallest free block that has room for them; free blocks that touch become one.
 
     Source: Knuth 1997, The Art of Computer Programming, volume 1, section 2.5 (best fit).
+
+    Args:
+        size: Bytes of address space to begin with. If they are enough, the largest block is the one that nothing has
+            touched, and freed memory is taken before it (`trainer.device.pool`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 0) -> None:
+        self.least_chunk = max(size, _CHUNK)
         self.by_size: list[tuple[int, int]] = []  # (size, start) of the free blocks, sorted
         self.sizes: dict[int, int] = {}  # of the free blocks, by start
         self.starts: dict[int, int] = {}  # of the free blocks, by end
@@ -67,7 +72,8 @@ class Arena:
         """Returns the start of a block of this size, which is no longer free."""
         place = bisect.bisect_left(self.by_size, (size, 0))
         if place == len(self.by_size):
-            self._add_chunk(max(size, _CHUNK))
+            self._add_chunk(max(size, self.least_chunk))
+            self.least_chunk = _CHUNK
             return self._take(size)
         available, start = self.by_size[place]
         self._remove(start, available)

@@ -14,6 +14,7 @@ from mindspore import dtype as mstype
 from trainer.arrays.arena import Arena
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.operators import operators
+from trainer.device.pool import reservable_bytes
 from trainer.device.threads import HostThreads
 
 _SMALL = 1 << 14  # elements of an array that NumPy makes faster, without asking the system
@@ -53,7 +54,7 @@ def shared_array(tensor: Tensor) -> np.ndarray:
 @functools.cache
 def _arena() -> Arena:
     """Returns the memory that all large arrays of the process share."""
-    return Arena()
+    return Arena(reservable_bytes())
 
 
 def empty(*shape: int, dtype: type = np.float32) -> np.ndarray:

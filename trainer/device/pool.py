@@ -26,10 +26,22 @@ def set_up_cpu_pool() -> None:
     The setting is skipped where the system refuses to reserve that much (`ulimit -v`, strict overcommit), and in
     msrun's scheduler, which computes nothing. After the first operator it would have no effect.
     """
-    gib = min(total_memory_bytes() >> 30, _MOST_GIB)
-    if os.environ.get("MS_ROLE") == "MS_SCHED" or not _can_reserve(gib << 30):
+    size_bytes = reservable_bytes()
+    if os.environ.get("MS_ROLE") == "MS_SCHED" or not size_bytes:
         return
-    mindspore.runtime.set_memory(init_size=f"{gib}GB", increase_size="1GB")
+    mindspore.runtime.set_memory(init_size=f"{size_bytes >> 30}GB", increase_size="1GB")
+
+
+@functools.cache
+def reservable_bytes() -> int:
+    """Returns the size of a block of address space that has room for all arrays: the memory, in full GiB.
+
+    Returns 0 where the system refuses to reserve that much.
+    """
+    size_bytes = min(total_memory_bytes() >> 30, _MOST_GIB) << 30
+    if not _can_reserve(size_bytes):
+        return 0
+    return size_bytes
 
 
 def _can_reserve(size_bytes: int) -> bool:

@@ -112,6 +112,15 @@ def test_arrays_that_come_and_go_take_no_more_memory_and_share_none() -> None:
     assert len(arena.chunks) == 1 and everything.nbytes == 1 << 28
 
 
+def test_freed_memory_is_taken_before_what_nothing_has_touched() -> None:
+    """In one block of address space, unlike in chunks: an array that fits into both would take the smaller one."""
+    arena = Arena(1 << 31)
+    arrays = [arena.empty((size,), FLOAT32) for size in (250 << 18, 100 << 18, 1)]
+    start = start_of(arrays[1])
+    arrays[1] = arrays[2]
+    assert start_of(arena.empty((20 << 18,), FLOAT32)) == start and len(arena.chunks) == 1
+
+
 def test_more_than_a_chunk_has_memory_of_its_own() -> None:
     arena = Arena()
     arrays = [arena.empty((1 << 26,), FLOAT32) for _ in range(2)]
