@@ -158,10 +158,10 @@ class CpuRouter:
         return load_BE * (experts / (length * self.moe.num_experts_chosen))
 
     def backward(
-        self, y_ND: np.ndarray, router_ED: np.ndarray, labels: RouterLabels, routed: RoutedTokens,
-        grad_gates_Nk: np.ndarray, grad_aux_loss: np.ndarray, grad_z_loss: np.ndarray, grad_y_ND: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Adds the gradient of y to `grad_y_ND`; returns those of the router's matrix, [E, D], and of its bias, [E]."""
+        self, router_ED: np.ndarray, labels: RouterLabels, routed: RoutedTokens, grad_gates_Nk: np.ndarray,
+        grad_aux_loss: np.ndarray, grad_z_loss: np.ndarray, grad_y_ND: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Adds the gradient of y to `grad_y_ND`; returns that of the logits, [N, E]."""
         grad_NE = np.repeat(routed.by_normalised_BE * grad_aux_loss, routed.tokens_B, 0)
         if routed.score_sums_N1 is not None:
             grad_NE = _through_quotient(grad_NE, routed.normalised_NE, routed.score_sums_N1)
@@ -180,7 +180,7 @@ class CpuRouter:
         if self.with_z:
             grad_NE += 2 * grad_z_loss * labels.valid_N1 * routed.total_N1 * routed.softmax_NE
         operators().matmul(grad_NE, router_ED, grad_y_ND, True)
-        return grad_NE.T @ y_ND, grad_NE.sum(0)
+        return grad_NE
 
 
 def _logits(y_ND: np.ndarray, router_ED: np.ndarray, bias_E: np.ndarray | None) -> np.ndarray:
@@ -208,4 +208,4 @@ def _sequences(labels: RouterLabels) -> tuple[int, np.ndarray]:
 
 def _through_quotient(grad: np.ndarray, quotient: np.ndarray, divisor_N1: np.ndarray | int) -> np.ndarray:
     """Returns the gradient of x from the gradient of the quotient x / sum(x)."""
-    return (grad - (grad * quotient).sum(1, keepdims=True)) / divisor_N1
+    return (grad - np.einsum("ne,ne->n", grad, quotient)[:, None]) / divisor_N1

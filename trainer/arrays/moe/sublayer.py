@@ -232,14 +232,12 @@ class CpuMoe:
         if self.shared is not None:
             grad_y_ND += self._shared_gradient(self.shared, call, passed, added_grad_ND)
         assert passed.inputs.labels is not None and passed.routed is not None  # a training has labels
-        router_grad_ED, logits_grad_E = self.router.backward(
-            passed.y_ND, call.weights[ROUTER], passed.inputs.labels, passed.routed, expert_gradients.gates_Nk,
-            grad_aux_loss, grad_z_loss, grad_y_ND,
+        logits_grad_NE = self.router.backward(
+            call.weights[ROUTER], passed.inputs.labels, passed.routed, expert_gradients.gates_Nk, grad_aux_loss,
+            grad_z_loss, grad_y_ND,
         )  # fmt: skip
-        if ROUTER in gradients.trained:
-            gradients.arrays[ROUTER] = router_grad_ED
-        if ROUTER_BIAS in gradients.trained:
-            gradients.arrays[ROUTER_BIAS] = logits_grad_E
+        gradients.add(ROUTER, logits_grad_NE, passed.y_ND)
+        gradients.add_bias(ROUTER_BIAS, logits_grad_NE)
         out_ND = empty(*grad_ND.shape)
 
         def through_norm(tile: Tile) -> None:
