@@ -126,12 +126,14 @@ def closing_line(total: dict[str, int], seconds: float) -> str:
 
 def next_batch(waiting: Sequence[Batch], core: int | None, running: Sequence[Batch] = ()) -> Batch | None:
     """Returns the first batch for a core, or beside those of the cores: of these one with jobs and one that waits at a
-    time. A core without a batch of its own takes one of them."""
-    has_job, has_waiting = (any(batch.jobs and batch.waits == waits for batch in running) for waits in (False, True))
-    jobs = [batch for batch in waiting if batch.jobs and not (has_job and not batch.waits)]
+    time. A core without a batch of its own takes one of them, a second one with jobs, too: at the end the cores would
+    stand idle while the ranks of one job after the other join."""
+    jobs, waiting_jobs = (sum(batch.jobs and batch.waits == waits for batch in running) for waits in (False, True))
     if core is None:
-        return next((batch for batch in jobs if not (has_waiting and batch.waits)), None)
-    return next(iter([*(batch for batch in waiting if not batch.jobs), *jobs]), None)
+        free = {False: jobs < 1, True: waiting_jobs < 1}
+        return next((batch for batch in waiting if batch.jobs and free[batch.waits]), None)
+    beside = (batch for batch in waiting if batch.jobs and (batch.waits or jobs < 2))
+    return next(iter([*(batch for batch in waiting if not batch.jobs), *beside]), None)
 
 
 def run(waiting: list[Batch], cores: Sequence[int], root: Path = TESTS.parent) -> int:

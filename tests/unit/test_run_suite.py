@@ -53,7 +53,8 @@ def test_a_job_and_what_waits_run_beside_the_cores_and_in_the_end_on_them() -> N
     assert next_batch(every, None, [UNIT, LAUNCHER]) == JOBS and next_batch(every, None, [JOBS]) == LAUNCHER
     assert next_batch(every, None, [JOBS, LAUNCHER]) is None and next_batch([UNIT], None) is None
     assert next_batch([LAUNCHER], 1, [LAUNCHER]) == LAUNCHER and next_batch([JOBS], 1, [LAUNCHER]) == JOBS
-    assert next_batch([JOBS], 1, [JOBS]) is None and next_batch([], 0) is None
+    assert next_batch([JOBS], 1, [JOBS]) == JOBS and next_batch([JOBS], 1, [JOBS, JOBS]) is None
+    assert next_batch([JOBS], None, [JOBS]) is None and next_batch([], 0) is None
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class Scratch:
     Args:
         shares_products: Whether threads share the products of a tile by their columns: in a prediction there are too
             few rows for several tiles.
-        part: Memory for one pass of a part, which all of its threads use; None: such arrays are in the pool's.
+        part: Memory for one pass of a part, which all of its threads use; None: such arrays are in the arena.
     """
 
     def __init__(self, shares_products: bool = False, part: ReusedMemory | None = None) -> None:
@@ -67,8 +67,8 @@ class Scratch:
     def take_for_part(self, *shape: int, dtype: type = np.float32) -> np.ndarray:
         """Returns an uninitialised large array for the pass of a part.
 
-        With memory of its own for that, large arrays that come and go leave no gaps in the pool between the arrays that
-        a backward pass needs.
+        With memory of its own for that, large arrays that come and go leave no gaps between the arrays that a backward
+        pass needs.
         """
         if self.part is None:
             return empty(*shape, dtype=dtype)
