@@ -425,9 +425,9 @@ def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
 def test_the_bits_are_the_same_for_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, implementation: str
 ) -> None:
-    one = {name: array for name, array in everything(1, monkeypatch)}
+    one = dict(everything(1, monkeypatch))
     for threads in (2, 3):
-        assert_same_bits({name: array for name, array in everything(threads, monkeypatch)}, one)
+        assert_same_bits(dict(everything(threads, monkeypatch)), one)
 
 
 def gradients(trainer: TinyTrainer) -> dict[str, np.ndarray]:

@@ -123,7 +123,7 @@ def run_part(
     part: DecoderPart, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
     dropout: LayerDropout | None = None, max_logits: np.ndarray | None = None,
     on_saved: Callable[[Mapping[str, Any]], None] | None = None,
-) -> Any:  # fmt: skip
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass recomputes it.
 
     Returns:

@@ -57,7 +57,7 @@ def _arena() -> Arena:
     return Arena(reservable_bytes())
 
 
-def empty(*shape: int, dtype: type = np.float32) -> np.ndarray:
+def empty(*shape: int, dtype: np.dtype | type = np.float32) -> np.ndarray:
     """Returns an uninitialised array, a large one in memory of an earlier array."""
     if math.prod(shape) <= _SMALL:
         return np.empty(shape, dtype)
@@ -90,7 +90,7 @@ def narrow_like(x: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
     """Returns x if the dtype is float32, otherwise an uninitialised array of its shape in this dtype."""
     if dtype == np.float32:
         return x
-    return empty(*x.shape, dtype=np.dtype(dtype).type)
+    return empty(*x.shape, dtype=dtype)
 
 
 def part_of(array: np.ndarray | None, index: Any) -> np.ndarray | None:
