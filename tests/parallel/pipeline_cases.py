@@ -172,9 +172,9 @@ def _counts_norm_twice(step: TrainStep) -> None:
 
 def _forgets_routers(step: TrainStep) -> None:
     """Leaves out the router losses of the stages before the last one."""
-    for cell in step.pipeline.stage.cells:
-        if not cell.part.is_last:
-            cell.model.aux_factor = cell.model.z_factor = 0.0
+    for chunk in step.pipeline.stage.chunks:
+        if not chunk.part.is_last:
+            chunk.model.aux_factor = chunk.model.z_factor = 0.0
 
 
 MUTATIONS: dict[str, dict[str, Callable[[TrainStep], None]]] = {

@@ -22,7 +22,7 @@ from pipeline_cases import LATENT, shards_of, weights_of, world_of_group  # noqa
 from tiny_trainer import TOKENS, config_of, join, make_batch  # noqa: E402
 
 from trainer.arrays.attention.positions import TokenPositions, query_blocks  # noqa: E402
-from trainer.arrays.cells import DTYPES, PartWeights  # noqa: E402
+from trainer.arrays.passes import DTYPES, PartWeights  # noqa: E402
 from trainer.config import Config  # noqa: E402
 from trainer.config.recompute import RecomputeConfig  # noqa: E402
 from trainer.data import Batch  # noqa: E402

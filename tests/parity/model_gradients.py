@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import mindspore
 import numpy as np
+from mindspore import Tensor
 
 from trainer.models.decoder import Decoder
-from trainer.models.inputs import ModelInputs, RouterStatistics
+from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, RouterStatistics
 from trainer.ops.dropout import DropoutKey
+from trainer.step.differentiate import differentiation
 
 
 def model_gradients(
     model: Decoder, inputs: ModelInputs, names: Iterable[str] | None = None, dropout: DropoutKey | None = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Returns the total loss, and its gradients by the names of weights: these, or all that are trained."""
+    sums, gradients = losses_and_gradients(model, inputs, names, dropout)
+    return sums.total.asnumpy(), gradients
+
+
+def losses_and_gradients(
+    model: Decoder, inputs: ModelInputs, names: Iterable[str] | None = None, dropout: DropoutKey | None = None
+) -> tuple[LossSums, dict[str, np.ndarray]]:
+    """Returns all losses, and the gradients of the total loss as `model_gradients` does."""
     parameters = model.parameters_by_name
     if names is None:
         names = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    trained = {name: parameters[name] for name in names}
-    run = mindspore.value_and_grad(
-        lambda: model(inputs, dropout, RouterStatistics()).total, None, list(trained.values())
-    )
-    total, gradients = run()
-    return total.asnumpy(), {name: each.asnumpy() for name, each in zip(trained, gradients, strict=True)}
+    names = list(names)
+    differentiate = differentiation(model, [parameters[name] for name in names])
+    sums, gradients = differentiate(DecoderCall(inputs, dropout, RouterStatistics()), Tensor(np.float32(1)))
+    return sums, {name: each.asnumpy() for name, each in zip(names, gradients, strict=True)}

@@ -11,13 +11,12 @@ import json
 import sys
 from pathlib import Path
 
-import mindspore
 import numpy as np
+from model_gradients import model_gradients
 from tiny_trainer import TinyTrainer
 
 from trainer.data import Batch
 from trainer.device.threads import set_up_cpu_threads
-from trainer.models.inputs import RouterStatistics
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 LAYERS, ROWS, TOKENS = 16, 2, 768
@@ -52,10 +51,7 @@ def main() -> None:
         model, parts, every = trainer.model, trainer.model.parts, trainer.model.parts.layers
         parts.layers, model.num_layers = every[layers], len(every[layers])
         inputs = trainer.build_inputs(batch)
-        trained = [each for each in model.parameters_by_name.values() if each.requires_grad]
-        _, gradients = mindspore.value_and_grad(lambda: model(inputs, None, RouterStatistics()).total, None, trained)()
-        for gradient in gradients:
-            gradient.asnumpy()
+        model_gradients(model, inputs)
         parts.layers, model.num_layers = every, len(every)
 
     for trainer in trainers.values():

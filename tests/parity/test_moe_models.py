@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 
-import mindspore
 import numpy as np
 import pytest
 from golden_decoder import MODES, GoldenDecoder, golden_decoder
 from golden_files import ModelCase, load_model_case, model_case_names
-from mindspore import Tensor
+from model_gradients import losses_and_gradients
 from numpy_kernels import distance
 from tolerances import decoder_limits
 
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.config import parse_config
-from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.names import is_buffer
 
 SAFE_TOKENS = {"use_gmm": True, "enable_gmm_safe_tokens": True}
@@ -58,15 +56,9 @@ def with_gradients(built: GoldenDecoder, family: str) -> tuple[list[float], dict
     model, inputs = built.model, built.inputs
     names = [name for name in model.parameters_by_name if not is_buffer(name)]
     assert set(names) == {name for name, each in model.parameters_by_name.items() if each.requires_grad}
-
-    def losses() -> tuple[Tensor, ...]:
-        found = model(inputs, None, RouterStatistics())
-        return tuple(loss for loss in (found.total, found.tokens, found.mtp) if loss is not None)
-
-    run = mindspore.value_and_grad(losses, None, [model.parameters_by_name[name] for name in names], has_aux=True)
-    sums, gradients = run()
-    by_name = {name: value.asnumpy() for name, value in zip(names, gradients, strict=True)}
-    return [float(loss.asnumpy()) for loss in sums], to_disk(by_name, family)
+    sums, by_name = losses_and_gradients(model, inputs, names)
+    losses = [float(loss.asnumpy()) for loss in (sums.total, sums.tokens, sums.mtp) if loss is not None]
+    return losses, to_disk(by_name, family)
 
 
 @MODES

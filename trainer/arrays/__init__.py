@@ -5,8 +5,8 @@ A thread takes a tile of some hundred rows through all operations of a sublayer,
 queries (`attention/blocks.py`): only the scores of one block, [heads, queries, keys], exist at a time, without the keys
 that its queries do not see. The backward pass computes them again. No shape needs a compilation, so any shape is fast.
 oneDNN computes products, and C code that is compiled once for the processor (`compiled/`) computes functions of rows,
-the attention of a block and some products; NumPy computes them where both are missing. `cells.py` lets MindSpore's
-autograd drive these layers; `trainer.models.spec.saved` lists what they save for it.
+the attention of a block and some products; NumPy computes them where both are missing. `passes.py` records the passes
+of these layers on a tape and runs them backward; `trainer.models.spec.saved` lists what they save for that.
 
 Sums over tokens are products over all tokens, divided along the rows of the result, and sums over blocks stay in one
 thread: the bits are the same for any number of threads.

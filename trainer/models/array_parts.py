@@ -13,18 +13,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from mindspore import Tensor
 
 from trainer.arrays.attention.cache import KVCache, cached_bias
 from trainer.arrays.attention.context import ContextParallel
 from trainer.arrays.attention.sublayer import CpuAttention
-from trainer.arrays.cells import BlockPart, ExpertsPart, ParallelBlockPart, PartWeights, keep_sharding, run_part
 from trainer.arrays.memory import host_array, host_threads, row_blocks
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import TokenSharingGroup
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
 from trainer.arrays.operators import operators
+from trainer.arrays.passes import (
+    BlockPart,
+    ExpertsPart,
+    ParallelBlockPart,
+    PartWeights,
+    Variable,
+    keep_sharding,
+    run_part,
+)
 from trainer.arrays.tiles import ReusedMemory, Scratch, SublayerCall
 from trainer.arrays.vocabulary.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.vocabulary.head import FusedLinearCrossEntropy
@@ -57,9 +64,9 @@ from trainer.parallel.sharding import shard_range
 from trainer.storage.quantized import FrozenMatrix
 
 if TYPE_CHECKING:
-    from mindspore import Parameter
+    from mindspore import Parameter, Tensor
 
-    from trainer.arrays.cells import DecoderPart
+    from trainer.arrays.passes import DecoderPart, Tape
     from trainer.arrays.vocabulary.distillation import WriteLogits
     from trainer.config.schema.model import ModelConfig
     from trainer.models.compute_weights import ModelParams
@@ -230,22 +237,25 @@ class ArrayParts:
             self.mlps[spec] = CpuMlp(merged, self.scratch, self.tensor)
         return self.mlps[spec]
 
-    def run_embedding(self, ids_N: Tensor, call: DecoderCall) -> Tensor:
+    def run_embedding(self, ids_N: Tensor, call: DecoderCall) -> Variable:
         """Returns the residual stream of tokens, [N, D], in a training with the noise of NEFTune."""
         assert self.dropout is not None
         noise_NE = embedding_noise(self.dropout, call.dropout, call.inputs, self.spec.embedding)
-        return self._embed(ids_N, noise_NE)
+        return self._embed(ids_N, noise_NE, call.tape)
 
-    def _embed(self, ids_N: Tensor, noise_NE: np.ndarray | None) -> Tensor:
+    def _embed(self, ids_N: Tensor, noise_NE: np.ndarray | None, tape: Tape | None) -> Variable:
         """Returns the residual stream of tokens, [N, D], from the sum of their embeddings and the noise."""
-        x_NE = run_part(self.embedding, self.embedding_weights, (), (ids_N.asnumpy(),))
+        [x_NE] = run_part(self.embedding, self.embedding_weights, (), (ids_N.asnumpy(),), tape=tape)
         if noise_NE is not None:
-            x_NE = x_NE + Tensor.from_numpy(noise_NE)
+            x_NE.array += noise_NE
         if not self.mapping_weights.named:
             return x_NE
-        return run_part(self.mapping, self.mapping_weights, (x_NE,))
+        [x_ND] = run_part(self.mapping, self.mapping_weights, (x_NE,), tape=tape)
+        return x_ND
 
-    def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def run_layer(
+        self, number: int, x_ND: Variable, call: DecoderCall
+    ) -> tuple[Variable, Variable | None, Variable | None]:
         """Returns the residual stream after a layer, and the auxiliary loss and z-loss of its router, if it has one."""
         spec = self.spec.layers[number]
         statistics = call.statistics
@@ -259,18 +269,19 @@ class ArrayParts:
             on_saved = functools.partial(observer.saved, number)
         for name, weights in self.layers[number].items():
             save = statistics is not None and self.save[number][name]
+            run = functools.partial(run_part, tape=call.tape, save=save, dropout=dropout, on_saved=on_saved)
             if isinstance(spec.mlp, MoeSpec) and name == "experts":
                 moe = self.experts.moe
                 assert moe is not None
-                experts = ExpertsPart(moe, self.experts.inputs(number, x_ND, call))
-                x_ND = run_part(experts, weights, (x_ND,), save=save, dropout=dropout, on_saved=on_saved)
+                experts = ExpertsPart(moe, self.experts.inputs(number, len(x_ND.array), call))
+                x_ND, *losses = run(experts, weights, (x_ND,))
                 if statistics is not None:
-                    x_ND, aux_loss, z_loss = x_ND
+                    aux_loss, z_loss = losses
                     statistics.routings.append((number, experts.routing, experts.scores_NE))
             elif name == "mlp":
                 assert isinstance(spec.mlp, MlpSpec)
                 mlp = self.dense_mlp_of(spec.mlp)
-                x_ND = run_part(mlp, weights, (x_ND,), save=save, dropout=dropout, on_saved=on_saved)
+                [x_ND] = run(mlp, weights, (x_ND,))
             else:
                 attention = self.attention_of(spec.attention)
                 part: DecoderPart = attention
@@ -279,25 +290,21 @@ class ArrayParts:
                     if spec.mlp.is_parallel:
                         make = ParallelBlockPart
                     part = make(attention, self.dense_mlp_of(spec.mlp))
-                inputs: tuple[Tensor, ...] = (x_ND,)
-                constants: tuple = (call.inputs.positions,)
-                if number == self.first_reached < self.spec.num_layers:  # nothing before it is trained
-                    inputs = ()
-                    constants = (host_array(x_ND), call.inputs.positions)
                 max_logits = None
                 if statistics is not None:
                     max_logits = statistics.max_logits.get(number)
-                x_ND = run_part(part, weights, inputs, constants, save, dropout, max_logits, on_saved)
+                [x_ND] = run(part, weights, (x_ND,), (call.inputs.positions,), max_logits=max_logits)
             if observer is not None:
                 x_ND = observer.stream(number, name, x_ND)
         return x_ND, aux_loss, z_loss
 
-    def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+    def run_merge(self, module: int, x_ND: Variable, call: DecoderCall) -> Variable:
         """Returns the input of the block of an MTP module, [N, D]."""
-        embedded_ND = self._embed(call.inputs.mtp[module].ids_N, None)
-        return run_part(self.merge, self.merges[module], (embedded_ND, x_ND))
+        embedded_ND = self._embed(call.inputs.mtp[module].ids_N, None, call.tape)
+        [merged_ND] = run_part(self.merge, self.merges[module], (embedded_ND, x_ND), tape=call.tape)
+        return merged_ND
 
-    def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+    def run_head(self, number: int, x_ND: Variable, call: DecoderCall) -> Variable:
         """Returns the sum of token losses of the main model (number 0) or of the MTP module `number - 1`."""
         labels: ModelInputs | MtpInputs = call.inputs
         if number:
@@ -310,23 +317,28 @@ class ArrayParts:
         if not number:
             distillation = call.inputs.distillation
         arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1), call.inputs.pairs, terms, distillation
-        loss = run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
+        save = call.statistics is not None
+        [loss] = run_part(self.head, self.heads[number], (x_ND,), arrays, tape=call.tape, save=save)
         if call.observer is not None:
             call.observer.loss(number, loss)
         return loss
 
-    def logits(self, x_ND: Tensor) -> Tensor:
+    def logits(self, x_ND: Variable) -> Variable:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
-        return Tensor.from_numpy(self._logits(SublayerCall(self.heads[0].arrays()), host_array(x_ND)))
+        return Variable(self.logits_of_rows(x_ND.asnumpy()))
 
-    def logits_by_rows(self, x_ND: Tensor) -> WriteLogits:
+    def logits_of_rows(self, x_nD: np.ndarray) -> np.ndarray:
+        """Returns the logits of some rows of a residual stream after the last layer, [n, V], of all ranks."""
+        return self._logits(SublayerCall(self.heads[0].arrays()), x_nD)
+
+    def logits_by_rows(self, x_ND: Variable) -> WriteLogits:
         """Returns a function that computes the logits of some rows of a residual stream after the last layer."""
-        return self.head.logits_by_rows(SublayerCall(self.heads[0].arrays(), save=False), host_array(x_ND))
+        return self.head.logits_by_rows(SublayerCall(self.heads[0].arrays(), save=False), x_ND.asnumpy())
 
-    def scores(self, x_ND: Tensor, last_A: np.ndarray) -> np.ndarray:
+    def scores(self, x_ND: Variable, last_A: np.ndarray) -> np.ndarray:
         """Returns a reward model's scores of the answers that end with these tokens, float64 [A]."""
         assert isinstance(self.head, ScoreHead), "a language model gives no scores"
-        return self.head.scores(SublayerCall(self.heads[0].arrays(), save=False), host_array(x_ND), last_A)
+        return self.head.scores(SublayerCall(self.heads[0].arrays(), save=False), x_ND.asnumpy(), last_A)
 
     def _logits(self, call: SublayerCall, x_ND: np.ndarray) -> np.ndarray:
         local_NV = self.head.logits(call, x_ND)
@@ -511,7 +523,7 @@ class _Experts:
         moe = moe_config(settings)
         self.moe = CpuMoe(spec, moe, RoutingRule.from_config(moe), scratch, tensor, _cpu_group(experts), predicts)
 
-    def inputs(self, layer: int, x_ND: Tensor, call: DecoderCall) -> MoeInputs:
+    def inputs(self, layer: int, tokens: int, call: DecoderCall) -> MoeInputs:
         """Returns the inputs of a call of a layer; an evaluation has neither a capacity nor losses."""
         statistics = call.statistics
         if statistics is None:
@@ -526,5 +538,5 @@ class _Experts:
         shares = None
         if statistics.load is not None:
             shares = statistics.load.layer_load(layer)
-        capacity = moe_config(self.settings).capacity(x_ND.shape[0] * self.sharing)
+        capacity = moe_config(self.settings).capacity(tokens * self.sharing)
         return MoeInputs(RouterLabels(tokens_B1, valid_N1, shared), capacity, shares)

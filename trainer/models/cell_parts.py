@@ -221,7 +221,7 @@ class CellParts:
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the residual stream after a layer, and the auxiliary loss and z-loss of its router, if it has one."""
-        inputs, dropout, statistics, observer = call
+        inputs, dropout, statistics, observer, _ = call
         aux_loss = z_loss = None
         if observer is not None:
             x_ND = observer.stream(number, "input", x_ND)
@@ -318,6 +318,10 @@ class CellParts:
         return AllGather(self.tensor.group)(logits_NV.T).T
 
     # Prediction.
+
+    def logits_of_rows(self, x_nD: np.ndarray) -> np.ndarray:
+        """Returns the logits of some rows of a residual stream after the last layer, [n, V]."""
+        return self.logits(Tensor(x_nD)).asnumpy()
 
     def new_cache(self, rows: int, tokens: int) -> CellCache:
         """Returns an empty cache for `rows` sequences of `tokens` tokens."""

@@ -8,6 +8,7 @@ Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,6 +33,7 @@ from trainer.storage.quantized import FrozenMatrix
 if TYPE_CHECKING:
     import numpy as np
 
+    from trainer.arrays.passes import Tape, Variable
     from trainer.arrays.vocabulary.distillation import WriteLogits
     from trainer.config.schema.model import ModelConfig
     from trainer.ops.dropout import DropoutKey
@@ -193,6 +195,8 @@ class Decoder(DecoderForward):
             )  # fmt: skip
         else:
             self.parts = CellParts(settings, kernels, self.compute_weights, compiled, again, trained, dropout, shard)
+        if kernels.host_layers:
+            self.scale_embedding = operator.mul
         self.run_embedding = self.parts.run_embedding
         self.run_layer = self.parts.run_layer
         self.run_merge = self.parts.run_merge
@@ -200,7 +204,7 @@ class Decoder(DecoderForward):
 
     def construct(
         self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None,
-        observer: PassObserver | None = None,
+        observer: PassObserver | None = None, tape: Tape | None = None,
     ) -> LossSums:  # fmt: skip
         """Returns the sums of the losses of all loss tokens.
 
@@ -210,14 +214,15 @@ class Decoder(DecoderForward):
             statistics: In a training records what routers decide; tokens beyond the expert capacity are dropped, and
                 the MTP modules run. None: evaluation.
             observer: Sees what the parts compute.
+            tape: See `DecoderCall`.
         """
         modules = 0
         if statistics is not None:
             modules = self.mtp_modules
-        call = DecoderCall(inputs, dropout, statistics, observer)
+        call = DecoderCall(inputs, dropout, statistics, observer, tape)
         return LossSums(*self.losses(inputs.ids_N, modules, call))
 
-    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+    def hidden_states(self, inputs: ModelInputs) -> Tensor | Variable:
         """Returns the residual stream after the last block, before the final norm, without dropout: [N, D]."""
         return self.run_layers(inputs.ids_N, range(self.num_layers), True, False, 0, DecoderCall(inputs))[0]
 
@@ -248,6 +253,6 @@ class Decoder(DecoderForward):
         assert isinstance(self.parts, ArrayParts), "the checks of a configuration refuse distillation on other engines"
         return self.parts.logits_by_rows(self.hidden_states(inputs))
 
-    def logits(self, inputs: ModelInputs) -> Tensor:
+    def logits(self, inputs: ModelInputs) -> Tensor | Variable:
         """Returns the logits of every token, [N, V]; for evaluation and tests, not for training."""
         return self.parts.logits(self.hidden_states(inputs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from mindspore import Tensor
@@ -21,6 +21,7 @@ from trainer.ops.measures import metric_functions
 from trainer.ops.routing import Routing, RoutingCounts, StepExpertLoad
 
 if TYPE_CHECKING:
+    from trainer.arrays.passes import Tape, Variable
     from trainer.arrays.vocabulary.distillation import Distillation
     from trainer.config.schema.model import ModelConfig
     from trainer.config.schema.moe import MoEConfig
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from trainer.parallel.tensor import RankModelShard
 
 
+Stream = TypeVar("Stream", "Tensor", "Variable")
+"""The residual stream: a variable between native CPU layers, otherwise a tensor."""
 Positions: TypeAlias = tuple[tuple, tuple, "tuple | None", "TokenPositions | None", "tuple | None"]
 """The positions of a batch: tables, mask, window_mask and positions of `ModelInputs`."""
 
@@ -98,18 +101,20 @@ class ModelInputs(NamedTuple):
 class LossSums(NamedTuple):
     """The sums of a forward pass, float32 scalars. The step divides them by the loss tokens of the global batch.
 
+    They are variables where native CPU layers compute, otherwise tensors; `asnumpy` of both gives the number.
+
     `total` is minimised: `tokens` plus the other losses times their factors. The others are None in an evaluation, and
     where the model has no such part.
     """
 
-    total: Tensor
-    tokens: Tensor
+    total: Tensor | Variable
+    tokens: Tensor | Variable
     """Losses of all loss tokens, or of all images. With `RouterStatistics.terms` those are in it: `terms` has the cross
     entropy alone. So has `Distillation`, which is in it in a training."""
-    aux_loss: Tensor | None = None
+    aux_loss: Tensor | Variable | None = None
     """Sum over the routers; see `trainer.models.moe.RouterLosses`."""
-    z_loss: Tensor | None = None
-    mtp: Tensor | None = None
+    z_loss: Tensor | Variable | None = None
+    mtp: Tensor | Variable | None = None
     """Token losses of the MTP modules, summed over the modules."""
     correct: Tensor | None = None
     """Correct labels of images, in evaluation only."""
@@ -143,7 +148,7 @@ class RouterStatistics:
 class PassObserver(Protocol):
     """Sees what the parts of a decoder compute for one micro-batch, and changes nothing."""
 
-    def stream(self, layer: int, part: str, x_ND: Tensor) -> Tensor:
+    def stream(self, layer: int, part: str, x_ND: Stream) -> Stream:
         """Returns the residual stream, which it also sees, now and as a gradient in the backward pass.
 
         Args:
@@ -155,17 +160,22 @@ class PassObserver(Protocol):
     def saved(self, layer: int, arrays: Mapping[str, Any]) -> None:
         """Sees the arrays that a part of a layer has saved for its backward pass; only native layers call this."""
 
-    def loss(self, head: int, sum_: Tensor) -> None:
+    def loss(self, head: int, sum_: Tensor | Variable) -> None:
         """Sees the sum of the token losses of a head, see `run_head`."""
 
 
 class DecoderCall(NamedTuple):
-    """The arguments of one call of `Decoder`, for its parts."""
+    """The arguments of one call of `Decoder`, for its parts.
+
+    Attributes:
+        tape: Records the passes of native CPU layers; None: there is no backward pass, or MindSpore runs it.
+    """
 
     inputs: ModelInputs
     dropout: DropoutKey | None = None
     statistics: RouterStatistics | None = None
     observer: PassObserver | None = None
+    tape: Tape | None = None
 
 
 class PredictionCall(NamedTuple):

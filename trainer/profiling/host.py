@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.step.train_step import TrainStep
 
 NOT_EXPLAINED = "not explained"
-_DISPATCH = "dispatch: Python, MindSpore's autograd"
+_DISPATCH = "dispatch: Python, tape"
 _DTYPES = {np.dtype(BFLOAT16): ", bfloat16", np.dtype(np.float16): ", float16"}
 """Ends of the names of products in these dtypes; those in float32 have none."""
 
@@ -101,7 +101,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     Raises:
         AttributeError: A function that is timed does not exist any more.
     """
-    from trainer.arrays import cells, measures, memory, mlp, sublayer, tiles
+    from trainer.arrays import measures, memory, mlp, passes, sublayer, tiles
     from trainer.arrays.attention import blocks, positions
     from trainer.arrays.attention import sublayer as attention
     from trainer.arrays.compiled import attention as fused
@@ -122,7 +122,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
 
     patches.set(HostThreads, "run", regions.time_threads)
     for owner, forward, backward, name in (
-        (cells._PartCell, "construct", "bprop", _DISPATCH),
+        (passes._PartPass, "forward", "backward", _DISPATCH),
         (attention.CpuAttention, "forward", "backward", "attention: projections, residual"),
         (blocks.BlockAttention, "forward", "backward", _SCORES),
         (mlp.CpuMlp, "forward", "backward", "SwiGLU, residual"),
@@ -151,7 +151,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
         measure(tiles.CpuRmsNorm, attribute, "norm", _arrays_cost)
     measure(positions.CpuRotary, "apply", "rotary", _arrays_cost)
     measure(tiles.WeightGradients, "compute", _WEIGHT_GRADIENTS)
-    measure(cells, "narrow_weight", "weights in the dtype of the products")
+    measure(passes, "narrow_weight", "weights in the dtype of the products")
     measure(embedding, "embedding_rows", "embedding", _arrays_cost)
     measure(embedding, "embedding_gradient", "embedding", _arrays_cost)
     for owner in (memory, measures, adamw):
@@ -161,7 +161,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     measure(step.optimizer, "update", "optimizer")
     measure(decoder.ModelParams, "refresh", "weights in the dtype of the products")
     measure(step, "build_inputs", "data")
-    measure(step, "compute_gradients", _DISPATCH)
+    measure(step, "differentiate", _DISPATCH)
     return patches
 
 

@@ -1,8 +1,9 @@
 """Pipeline parallelism in explicit mode: a stage computes its model chunks in the order of a schedule.
 
-Each chunk is one cell for all micro-batches. MindSpore records a cell's forward pass under the cell and the identity of
-its input, and `GradOperation` of the same cell and input then runs the backward pass of that call only. So several
-micro-batches may be in flight, and their backward passes come in any order.
+Several micro-batches are in flight, and their backward passes come in any order. On a CPU each forward pass of a chunk
+has a tape. On a device each chunk is one cell for all micro-batches: MindSpore records a cell's forward pass under the
+cell and the identity of its input, and `GradOperation` of the same cell and input then runs the backward pass of that
+call only.
 
 The minimised loss is a sum over the stages: each adds the losses of its routers, and the last one the losses of tokens.
 A stage starts a backward pass from the gradient of its activations, which the next stage has sent, and from the factor
@@ -22,7 +23,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 
+from trainer.arrays.memory import host_array
+from trainer.arrays.passes import Tape, Variable, shared_tensor
 from trainer.config.stages import chunk_layers, training_schedule
+from trainer.models.array_parts import ArrayParts
 from trainer.models.decoder import DecoderCall
 from trainer.models.generate import StageChunk
 from trainer.models.inputs import LossSums, ModelInputs
@@ -88,6 +92,74 @@ def model_chunks(
     return [chunks[stage::stages] for stage in range(stages)]
 
 
+class ChunkPass(NamedTuple):
+    """A forward pass of a chunk of the decoder.
+
+    Attributes:
+        x: The input, x_ND or ids_N.
+        output_ND: The residual stream for the next chunk; None after the last one.
+        has_losses: Whether the chunk adds to the minimised loss.
+        sums: Its losses, with None for other chunks'.
+        recorded: On a CPU the tape, and the input, result and loss.
+    """
+
+    x: Tensor
+    output_ND: Tensor | None
+    has_losses: bool = False
+    sums: LossSums = LossSums(None, None)
+    recorded: tuple[Tape | None, Tensor | Variable, Variable, Variable | None] | None = None
+
+
+class ArrayChunk:
+    """Runs the native CPU layers of a chunk."""
+
+    def __init__(self, model: Decoder, part: ModelChunk) -> None:
+        self.model = model
+        self.part = part
+        self.targets = model.compute_weights.grad_targets(part.trained)
+
+    def run_forward(self, x: Tensor, call: DecoderCall) -> ChunkPass:
+        """Runs a forward pass, in a training on a tape."""
+        part = self.part
+        start: Tensor | Variable = x
+        if call.statistics is not None and part.trains:
+            call = call._replace(tape=Tape())
+        if not part.is_first:
+            tape = None
+            if part.reached:
+                tape = call.tape
+            start = Variable(host_array(x), tape)
+        modules = 0 if call.statistics is None else self.model.mtp_modules
+        end, (total, *others) = self.model.run_layers(start, part.layers, part.is_first, part.is_last, modules, call)
+        output_ND = None
+        if not part.is_last:
+            output_ND = shared_tensor(end.asnumpy())
+        return ChunkPass(x, output_ND, total is not None, LossSums(None, *others), (call.tape, start, end, total))
+
+    def run_backward(
+        self, one: ChunkPass, grad_ND: Tensor | None, factor: Tensor
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Returns the gradient of the input, if an earlier chunk is trained, and those of the weights.
+
+        Args:
+            grad_ND: The gradient of the output; None if there is none.
+            factor: Factor of the minimised loss.
+        """
+        assert one.recorded is not None
+        tape, start, end, total = one.recorded
+        assert tape is not None
+        if grad_ND is not None:
+            end.add_gradient(host_array(grad_ND))
+        if total is not None:
+            total.add_gradient(host_array(factor))
+        tape.backward()
+        x_grad_ND = None
+        if self.part.reached:
+            assert isinstance(start, Variable)
+            x_grad_ND = shared_tensor(start.take_gradient())
+        return x_grad_ND, [shared_tensor(tape.take_gradient(target)) for target in self.targets]
+
+
 class ChunkCell(nn.Cell):
     """A chunk of the decoder: x_ND (ids_N for the first one) -> x_ND, its summand of the minimised loss, or both.
 
@@ -100,7 +172,15 @@ class ChunkCell(nn.Cell):
         self.part = part
         self.call: DecoderCall | None = None
         self.sums: LossSums | None = None
+        self.gradients: Callable | None = None
         self.set_grad(trains)
+        if trains:
+            targets = model.compute_weights.grad_targets(part.trained)
+            operation = ops.GradOperation(get_all=part.reached, get_by_list=bool(targets), sens_param=True)
+            if targets:
+                self.gradients = operation(self, ParameterTuple(targets))
+            else:
+                self.gradients = operation(self)
 
     def construct(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the layers of a chunk; returns its result, and the losses so far if there are any."""
@@ -113,16 +193,40 @@ class ChunkCell(nn.Cell):
             return total
         return x_ND if total is None else (x_ND, total)
 
-    def run_forward(self, x: Tensor, call: DecoderCall) -> tuple[Tensor | tuple[Tensor, Tensor], LossSums]:
-        """Runs a forward pass; returns its result and the sums of this chunk's losses, with None for other chunks'."""
-        if self.part.is_empty:
-            return x, LossSums(None, None)
+    def run_forward(self, x: Tensor, call: DecoderCall) -> ChunkPass:
+        """Runs a forward pass, which MindSpore records in a training."""
         self.call = call
         result = self(x)
         sums = self.sums
         self.call = self.sums = None
         assert sums is not None
-        return result, sums
+        if self.part.is_last:
+            return ChunkPass(x, None, True, sums)
+        if isinstance(result, tuple):
+            return ChunkPass(x, result[0], True, sums)
+        return ChunkPass(x, result, False, sums)
+
+    def run_backward(
+        self, one: ChunkPass, grad_ND: Tensor | None, factor: Tensor
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Does what `ArrayChunk.run_backward` does."""
+        assert self.gradients is not None
+        starts = [factor] * one.has_losses
+        if grad_ND is not None:
+            starts.insert(0, grad_ND)
+        sens = starts[0]
+        if len(starts) > 1:
+            sens = tuple(starts)
+        gradients = self.gradients(one.x, sens)
+        if not self.part.reached:
+            return None, list(gradients)
+        inputs = gradients
+        weights = ()
+        if self.part.trained:
+            inputs, weights = gradients
+        if isinstance(inputs, tuple):
+            inputs = inputs[0]
+        return inputs, list(weights)
 
 
 class Stage:
@@ -135,18 +239,12 @@ class Stage:
         self.parts = parts
         self.schedule = schedule
         self.stage = stage
-        self.cells = [ChunkCell(model, part, part.trains) for part in parts]
-        self.evaluated = [ChunkCell(model, part, trains=False) for part in parts]
-        # For each chunk with a backward pass, by its index.
-        self.grad_fns = {index: self._grad_fn(cell) for index, cell in enumerate(self.cells) if cell.part.trains}
-
-    def _grad_fn(self, cell: ChunkCell) -> Callable:
-        targets = self.model.compute_weights.grad_targets(cell.part.trained)
-        by_list = bool(targets)
-        operation = ops.GradOperation(get_all=cell.part.reached, get_by_list=by_list, sens_param=True)
-        if by_list:
-            return operation(cell, ParameterTuple(targets))
-        return operation(cell)
+        if isinstance(model.parts, ArrayParts):
+            self.chunks: Sequence[ArrayChunk | ChunkCell] = [ArrayChunk(model, part) for part in parts]
+            self.evaluated = self.chunks
+        else:
+            self.chunks = [ChunkCell(model, part, part.trains) for part in parts]
+            self.evaluated = [ChunkCell(model, part, trains=False) for part in parts]
 
     def train(
         self, micro_batches: int, make_call: Callable[[int], DecoderCall], factor: Tensor,
@@ -165,7 +263,7 @@ class Stage:
         """
         schedule = self.schedule(micro_batches)
         last = len(self.parts) - 1
-        in_flight: dict[tuple[int, int], tuple[Tensor, bool]] = {}
+        in_flight: dict[tuple[int, int], ChunkPass] = {}
         calls: dict[int, DecoderCall] = {}
         tokens = 0  # of a micro-batch of the step
         for action in schedule.actions[self.stage]:
@@ -176,13 +274,11 @@ class Stage:
             receiver = schedule.receiver(self.stage, action)
             if action.kind == "backward":
                 if part.trains:
-                    x, has_losses = in_flight.pop((number, chunk))
-                    sens = factor
+                    grad_ND = None
                     if message is not None:
-                        sens = yield message.sender, tokens
-                    if has_losses:
-                        sens = (sens, factor)
-                    grad_ND = self._add_gradients(chunk, x, sens, totals, local_gradient)
+                        grad_ND = yield message.sender, tokens
+                    one = in_flight.pop((number, chunk))
+                    grad_ND = self._add_gradients(chunk, one, grad_ND, factor, totals, local_gradient)
                     if part.reached and receiver is not None:
                         send(receiver, grad_ND)
                 continue
@@ -195,13 +291,12 @@ class Stage:
             x = call.inputs.ids_N
             if message is not None:
                 x = yield message.sender, tokens
-            result, sums = self.cells[chunk].run_forward(x, call)
-            has_losses = isinstance(result, tuple)
+            one = self._run_forward(self.chunks[chunk], x, call)
             if part.trains:
-                in_flight[number, chunk] = x, has_losses
-            on_forward(number, sums, call, chunk == last)
+                in_flight[number, chunk] = one
+            on_forward(number, one.sums, call, chunk == last)
             if receiver is not None:
-                send(receiver, result[0] if has_losses else result)
+                send(receiver, one.output_ND)
 
     def evaluate(self, inputs: ModelInputs, send: Callable[[int, Tensor], None]) -> Passes[LossSums]:
         """Runs the forward passes of one micro-batch; returns its sums of losses on the last stage, None elsewhere."""
@@ -213,34 +308,33 @@ class Stage:
             x = inputs.ids_N
             if message is not None:
                 x = yield message.sender, inputs.ids_N.shape[0]
-            result, sums = self.evaluated[action.chunk].run_forward(x, DecoderCall(inputs))
+            one = self._run_forward(self.evaluated[action.chunk], x, DecoderCall(inputs))
+            sums = one.sums
             if receiver is not None:
-                send(receiver, result)
+                send(receiver, one.output_ND)
         return sums
 
+    @staticmethod
+    def _run_forward(chunk: ArrayChunk | ChunkCell, x: Tensor, call: DecoderCall) -> ChunkPass:
+        if chunk.part.is_empty:
+            return ChunkPass(x, x)
+        return chunk.run_forward(x, call)
+
     def _add_gradients(
-        self, chunk: int, x: Tensor, sens: Tensor | tuple, totals: dict[str, Tensor],
+        self, chunk: int, one: ChunkPass, grad_ND: Tensor | None, factor: Tensor, totals: dict[str, Tensor],
         local_gradient: Callable[[str, Tensor], Tensor],
     ) -> Tensor | None:  # fmt: skip
         """Runs the backward pass of the forward pass with this input; returns the input's gradient, if it has one."""
         part = self.parts[chunk]
         if part.is_empty:
-            return sens
-        gradients = self.grad_fns[chunk](x, sens)
-        grad_ND = None
-        if part.reached:
-            if part.trained:
-                inputs, gradients = gradients
-            else:
-                inputs = gradients
-                gradients = ()
-            grad_ND = inputs[0] if isinstance(inputs, tuple) else inputs
+            return grad_ND
+        x_grad_ND, gradients = self.chunks[chunk].run_backward(one, grad_ND, factor)
         for name, gradient in zip(part.trained, gradients, strict=True):
             local = local_gradient(name, gradient)
             if name in totals:
                 local = ops.add(totals[name], local)
             totals[name] = local
-        return grad_ND
+        return x_grad_ND
 
 
 @dataclass(frozen=True)

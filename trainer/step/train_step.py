@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-from mindspore import ParameterTuple, Tensor, ops
+from mindspore import Tensor
 
 from trainer.arrays.vocabulary.loss_terms import TERMS, LossTerms
 from trainer.arrays.vocabulary.preferences import DIVERGENCE, add_margin, divergence
@@ -45,6 +45,7 @@ from trainer.step.accumulate import (
     count_loss_tokens,
 )
 from trainer.step.clip import clip, norm_groups
+from trainer.step.differentiate import differentiation
 from trainer.step.guards import UpdateGuard
 from trainer.storage.quantized import FrozenMatrix
 from trainer.storage.tensor_file import ArrayOrLazyArray
@@ -199,21 +200,7 @@ class TrainStep:
         # the global batch into account, those without loss, too: they would depend on its division.
         counts_all = self.load is not None or self.qk_clip is not None or (experts and experts.balance_via_topk_bias)
         self.skips_empty = self.communicator.skips_empty and not (counts_all or shards_gradients)
-
-        self.current_call: DecoderCall | None = None
-        self.current_sums: LossSums | None = None
-
-        # Without arguments: MindSpore converts each argument that is not a tensor to text, arrays included.
-        def minimised() -> Tensor:
-            """Returns the loss of `current_call`, and leaves the other sums in `current_sums`."""
-            assert self.current_call is not None
-            sums = model(*self.current_call)
-            self.current_sums = sums._replace(total=None)
-            return sums.total
-
-        # Takes the gradient of the result: when MindSpore makes this gradient, it leaks 1.3 kB a call on a CPU.
-        grad = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.compute_gradients = grad(minimised, ParameterTuple(targets))
+        self.differentiate = differentiation(model, targets)
 
     def _norm_contribution(self, names: Sequence[str], names_of_all_ranks: Sequence[str]) -> NormContribution | None:
         """Returns what this rank adds to the norms of gradients that ranks shard; None if it has whole gradients."""
@@ -289,12 +276,8 @@ class TrainStep:
         if not isinstance(factor, Tensor):
             factor = Tensor(np.float32(factor))
         call = self.decoder_call(batch, number)
-        self.current_call = call
-        gradients = list(self.compute_gradients(factor))
-        sums = self.current_sums
-        self.current_call = None
-        self.current_sums = None
-        assert sums is not None and call.statistics is not None
+        sums, gradients = self.differentiate(call, factor)
+        assert call.statistics is not None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             cast_to_float32(gradients)
         others = self.other_sums(batch, sums, self.communicator.reports_losses, call.statistics.terms)

@@ -1,8 +1,8 @@
 """Sees what a training step computes on this rank: the observers that the step and the decoder's parts call.
 
-The residual stream passes through a cell between the parts of a layer, on arrays and on a device. It returns its input,
-and its backward pass returns the gradient as it is; both are summarized. Native layers also show the arrays that they
-save, which are those before the sums over tensor-parallel ranks.
+Between the parts of a layer the residual stream and its gradient are summarized. On a device the stream passes through
+a cell there, which returns its input, and in its backward pass the gradient as it is. Native layers also show the
+arrays that they save, which are those before the sums over tensor-parallel ranks.
 
 Legend: B sequences of T tokens, N tokens of a rank, D hidden.
 """
@@ -18,6 +18,7 @@ from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
 from trainer.arrays.memory import host_array
+from trainer.arrays.passes import Variable
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import layer_prefix
 from trainer.trace.names import EMBEDDED, ROUTING, layer_name, saved_tensors, stream_names
@@ -25,7 +26,7 @@ from trainer.trace.record import Key, Kind, TraceWriter
 from trainer.trace.sketch import Place, place_of_shard, row_ranges, whole_place
 
 if TYPE_CHECKING:
-    from trainer.models.inputs import ModelInputs, RouterStatistics
+    from trainer.models.inputs import ModelInputs, RouterStatistics, Stream
     from trainer.models.spec.model import LayerSpec
     from trainer.step.train_step import TrainStep
 
@@ -108,8 +109,18 @@ class TraceObserver:
         self.writer.add(Key(self.step, kind, name), matrix, place, _dtype_name(tensor))
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).lower()
+def _dtype_name(tensor: Tensor | Variable | np.ndarray) -> str:
+    if isinstance(tensor, Tensor):
+        return str(tensor.dtype).lower()
+    return "float32"  # between native layers
+
+
+def _array(tensor: Tensor | Variable | np.ndarray) -> np.ndarray:
+    if isinstance(tensor, Variable):
+        return tensor.asnumpy()
+    if isinstance(tensor, Tensor):
+        return host_array(tensor)
+    return tensor
 
 
 class _MicroBatch:
@@ -140,19 +151,19 @@ class _MicroBatch:
             self.stream_n = self.rows_N[self.tensor_parallel.residual_shard(len(self.rows_N))]
         self.before_ND: np.ndarray | None = None
 
-    def stream(self, layer: int, part: str, x_ND: Tensor) -> Tensor:
+    def stream(self, layer: int, part: str, x_ND: Stream) -> Stream:
         """Returns the residual stream; writes what a part has added to it, the stream behind a layer, and gradients."""
         if part == "input":
-            self.before_ND = host_array(x_ND)
+            self.before_ND = _array(x_ND)
             if layer > 0:
                 return x_ND
             names = [EMBEDDED]
         else:
             names = stream_names(self._layer(layer), layer, part)
 
-        def see(x_ND: Tensor) -> None:
+        def see(x_ND: Stream) -> None:
             """Writes the stream, and what was added to it since it was last seen."""
-            array_ND = host_array(x_ND)
+            array_ND = _array(x_ND)
             dtype = _dtype_name(x_ND)
             for name in names:
                 if part in ("attention", "mlp", "experts") and name != layer_name(layer):
@@ -163,11 +174,15 @@ class _MicroBatch:
                     self.add("activation", name, array_ND, dtype)
             self.before_ND = array_ND
 
-        def see_gradient(grad_ND: Tensor) -> None:
+        def see_gradient(grad_ND: Tensor | np.ndarray) -> None:
             """Writes the gradient of the stream, which is that of each of these outputs."""
             factor = np.float32(1 / self.owner.train_step.guards.scale)
-            self.add("activation gradient", names[-1], host_array(grad_ND) * factor, _dtype_name(grad_ND))
+            self.add("activation gradient", names[-1], _array(grad_ND) * factor, _dtype_name(grad_ND))
 
+        if isinstance(x_ND, Variable):
+            see(x_ND)
+            x_ND.watch(see_gradient)
+            return x_ND
         return SeenStream(see, see_gradient)(x_ND)
 
     def saved(self, layer: int, arrays: Mapping[str, Any]) -> None:
@@ -181,7 +196,7 @@ class _MicroBatch:
                 dtype = _FULL_DTYPES.get(array.dtype, "float32")
                 self.add("activation", layer_prefix(layer) + name, array, dtype, width=width)
 
-    def loss(self, head: int, sum_: Tensor) -> None:
+    def loss(self, head: int, sum_: Tensor | Variable) -> None:
         """Writes the sum of the token losses of the micro-batch; context-parallel ranks have only parts of it."""
         if self.is_part:
             return
@@ -189,7 +204,7 @@ class _MicroBatch:
         if head:
             name = f"loss_sum.mtp_{head}"
         key = Key(self.step, "loss", name, "+".join(self.sequences))
-        self.owner.writer.add(key, host_array(sum_).reshape(1, 1), whole_place(()))
+        self.owner.writer.add(key, _array(sum_).reshape(1, 1), whole_place(()))
 
     def add_choices(self) -> None:
         """Writes the experts that each router has chosen, ascending for each token."""

@@ -18,7 +18,6 @@ import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from mindspore import Tensor
 from tqdm import tqdm
 
 from trainer.checkpoint.hugging_face import chat_template_of
@@ -299,7 +298,7 @@ def _score_continuations(
     likeliest = [True] * len(continuations)
     size = max(logit_rows(len(x_nD), vocabulary), 1)
     for start in range(0, len(x_nD), size):
-        logits_nV = model.parts.logits(Tensor(x_nD[start : start + size])).asnumpy()
+        logits_nV = model.parts.logits_of_rows(x_nD[start : start + size])
         largest_n1 = logits_nV.max(1, keepdims=True)
         log_sum_n = np.log(np.exp(logits_nV - largest_n1).sum(1, dtype=np.float64))
         choice_n = logits_nV.argmax(1)

@@ -1,8 +1,8 @@
-"""The parts of a decoder on a CPU as cells, which MindSpore's autograd drives.
+"""The passes of a decoder's parts on a CPU: each runs forward, a `Tape` records it, and later it runs backward.
 
-Each call of a part makes a cell with a `bprop`, which saves arrays for the backward pass. Its inputs are the trained
-weights: frozen ones have no gradient. They are the parameters themselves, because the array of a view would be a copy,
-and so would a gradient through a view. Nothing is compiled.
+MindSpore's autograd takes no part: the passes of a decoder are few and large, and a list of them is all that
+reverse-mode differentiation needs (Griewank and Walther 2008, Evaluating Derivatives, section 3.2). Each call into
+MindSpore would take time while the threads that compute wait.
 
 Legend: N tokens, D hidden, E experts.
 """
@@ -10,12 +10,13 @@ Legend: N tokens, D hidden, E experts.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor
 
 from trainer.arrays.memory import host_array, narrow_weight
 from trainer.arrays.numpy_operators import BFLOAT16
@@ -25,6 +26,8 @@ from trainer.arrays.vocabulary.embedding import CpuEmbedding
 from trainer.storage.quantized import FrozenMatrix, QuantizedArray
 
 if TYPE_CHECKING:
+    from mindspore import Parameter
+
     from trainer.arrays.attention.positions import TokenPositions
     from trainer.arrays.attention.sublayer import CpuAttention
     from trainer.arrays.dropout import LayerDropout
@@ -35,12 +38,124 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
 """The dtype of arrays that hold elements of a compute dtype."""
-Results: TypeAlias = "np.ndarray | np.float32 | tuple[np.ndarray | np.float32, ...]"
-"""Arrays, or losses."""
+Result: TypeAlias = "np.ndarray | np.float32"
+"""An array, or a loss."""
+Results: TypeAlias = "Result | tuple[Result, ...]"
+
+
+class Tape:
+    """The passes of a forward pass, in order, and the gradients of weights that their backward passes have computed.
+
+    Attributes:
+        gradients: By the identity of the parameter.
+    """
+
+    def __init__(self) -> None:
+        self.passes: list[Callable[[], None]] = []
+        self.gradients: dict[int, np.ndarray] = {}
+
+    def record(self, backward: Callable[[], None]) -> None:
+        """Records a pass; `backward` takes the gradients of its results, and adds those of its inputs."""
+        self.passes.append(backward)
+
+    def backward(self) -> None:
+        """Runs all backward passes, the last one first, and forgets them.
+
+        The results that are differentiated have their gradients already (`Variable.add_gradient`).
+        """
+        while self.passes:
+            self.passes.pop()()
+
+    def add_gradient(self, parameter: Parameter, gradient: np.ndarray) -> None:
+        """Adds the gradient of a parameter by one pass; parts may share the parameter."""
+        key = id(parameter)
+        if key in self.gradients:
+            gradient = self.gradients[key] + gradient
+        self.gradients[key] = gradient
+
+    def take_gradient(self, parameter: Parameter) -> np.ndarray:
+        """Returns the gradient of a parameter, which the tape forgets; zeros if no pass has used the parameter."""
+        gradient = self.gradients.pop(id(parameter), None)
+        if gradient is None:
+            gradient = np.zeros(parameter.shape, np.float32)
+        return gradient
+
+
+class Variable:
+    """What a part returns and later parts take, and in a backward pass its gradient.
+
+    Attributes:
+        array: Without dimensions for a loss.
+        tape: Records what is computed from it; None: it needs no gradient.
+    """
+
+    __slots__ = ("array", "gradient", "tape")
+
+    def __init__(self, array: Result, tape: Tape | None = None) -> None:
+        self.array = np.asarray(array)
+        self.tape = tape
+        self.gradient: np.ndarray | None = None
+
+    def asnumpy(self) -> np.ndarray:
+        """Returns the array. MindSpore's tensors, which other engines return, have a method of this name."""
+        return self.array
+
+    def add_gradient(self, gradient: np.ndarray) -> None:
+        """Adds the gradient by one of the passes that take the variable, if it needs any."""
+        if self.tape is None:
+            return
+        if self.gradient is not None:
+            gradient = self.gradient + gradient
+        self.gradient = gradient
+
+    def take_gradient(self) -> np.ndarray:
+        """Returns the sum of the gradients, which the variable forgets; zeros if there are none."""
+        gradient = self.gradient
+        self.gradient = None
+        if gradient is None:
+            return np.zeros_like(self.array)
+        return gradient
+
+    def watch(self, see: Callable[[np.ndarray], None]) -> None:
+        """Lets the backward pass call `see` with the gradient, before any pass takes the variable."""
+        if self.tape is not None:
+
+            def show() -> None:
+                """Shows the sum of the gradients, and keeps it for the pass that has computed the variable."""
+                self.gradient = self.take_gradient()
+                see(self.gradient)
+
+            self.tape.record(show)
+
+    def __mul__(self, factor: float) -> Variable:
+        number = np.float32(factor)
+        product = Variable(self.array * number, self.tape)
+        if self.tape is not None:
+            self.tape.record(lambda: self.add_gradient(product.take_gradient() * number))
+        return product
+
+    def __add__(self, other: Variable) -> Variable:
+        tape = self.tape or other.tape
+        total = Variable(self.array + other.array, tape)
+
+        def backward() -> None:
+            """Adds the gradient of the sum to that of both terms."""
+            gradient = total.take_gradient()
+            self.add_gradient(gradient)
+            other.add_gradient(gradient)
+
+        if tape is not None:
+            tape.record(backward)
+        return total
+
+
+def shared_tensor(array: np.ndarray) -> Tensor:
+    """Returns an array as a tensor, which shares its memory if the array is contiguous."""
+    return Tensor.from_numpy(np.ascontiguousarray(array))
 
 
 class DecoderPart(Protocol):
-    """A part of a decoder. Its inputs are arrays of the tensors that have gradients, then constants of the call."""
+    """A part of a decoder. Its inputs are arrays that may have gradients, then constants of the call."""
 
     def forward(self, call: SublayerCall, *inputs: Any) -> Results:
         """Returns the results, and fills `call.saved` if the call saves."""
@@ -120,68 +235,70 @@ class PartWeights:
 
 
 def run_part(
-    part: DecoderPart, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
-    dropout: LayerDropout | None = None, max_logits: np.ndarray | None = None,
+    part: DecoderPart, weights: PartWeights, inputs: Sequence[Variable], constants: Sequence[Any] = (), *,
+    tape: Tape | None, save: bool = True, dropout: LayerDropout | None = None, max_logits: np.ndarray | None = None,
     on_saved: Callable[[Mapping[str, Any]], None] | None = None,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass recomputes it.
-
-    Returns:
-        A tensor for each result of the part: one, or a tuple of them.
+) -> list[Variable]:  # fmt: skip
+    """Runs a part and returns its results. Without `save` the backward pass recomputes it.
 
     Args:
+        tape: Records the pass, if it needs gradients; None: there is no backward pass.
         on_saved: Called before the backward pass with the arrays that are saved for it.
     """
-    cell = _PartCell(part, weights, len(inputs), constants, save, dropout, max_logits, on_saved)
-    return cell(*inputs, *(weights.named[name] for name in cell.trained))
+    one = _PartPass(part, weights, inputs, constants, save, dropout, max_logits, on_saved)
+    results = one.forward()
+    if not isinstance(results, tuple):
+        results = (results,)
+    if not (one.trained or one.input_gradient):
+        tape = None
+    variables = [Variable(result, tape) for result in results]
+    if tape is not None:
+        one.results = variables
+        tape.record(functools.partial(one.backward, tape))
+    return variables
 
 
-class _PartCell(nn.Cell):
-    """One call of a part. MindSpore runs `construct` of a cell with a `bprop` without recording it."""
+class _PartPass:
+    """A pass of a part. It keeps what its backward pass needs."""
 
     def __init__(
-        self, part: DecoderPart, weights: PartWeights, inputs: int, constants: Sequence[Any], save: bool,
+        self, part: DecoderPart, weights: PartWeights, inputs: Sequence[Variable], constants: Sequence[Any], save: bool,
         dropout: LayerDropout | None, max_logits: np.ndarray | None,
         on_saved: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:  # fmt: skip
-        super().__init__(auto_prefix=False)
-        self.max_logits = max_logits
-        self.on_saved = on_saved
         self.part = part
         self.weights = weights
         self.trained = weights.trained
         self.inputs = inputs
+        self.input_gradient = any(x.tape is not None for x in inputs)
         self.constants = constants
         self.save = save
         self.dropout = dropout
+        self.max_logits = max_logits
+        self.on_saved = on_saved
         self.saved: dict[str, Any] | None = None
         self.arrays: dict[str, np.ndarray] | None = None
+        self.results: list[Variable] = []
 
-    def construct(self, *inputs_and_trained: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Returns the results of the part; with `save`, keeps the arrays that `bprop` needs."""
-        inputs = self.arguments(inputs_and_trained)
+    def forward(self) -> Results:
+        """Returns the results of the part; with `save`, keeps the arrays that `backward` needs."""
         unsharded = self.unsharded_weights()
         with unsharded:
             weights = self.weights.arrays()
             call = SublayerCall(
                 weights, dropout=self.dropout, save=self.save, trained=self.trained, max_logits=self.max_logits
             )
-            results = self.part.forward(call, *inputs)
+            results = self.part.forward(call, *self.arguments())
         if self.save:
             self.saved = call.saved
         if isinstance(unsharded, contextlib.nullcontext) and self.weights.may_be_kept:
             self.arrays = weights
-        if isinstance(results, tuple):
-            return tuple(map(_tensor, results))
-        return _tensor(results)
+        return results
 
-    def bprop(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Returns the gradients of the inputs, then those of the trained weights."""
-        *inputs_and_trained, _, result_grads = arguments
-        inputs = self.arguments(inputs_and_trained)
-        if not isinstance(result_grads, tuple):
-            result_grads = (result_grads,)
-        grads = [host_array(grad) for grad in result_grads]
+    def backward(self, tape: Tape) -> None:
+        """Adds the gradients of the inputs and of the trained weights."""
+        grads = [result.take_gradient() for result in self.results]
+        self.results = []  # the backward pass needs no results: their memory is free
         saved = self.saved
         self.saved = None
         # The gradient of a look-up needs no values of the matrix.
@@ -195,31 +312,26 @@ class _PartCell(nn.Cell):
                 weights = self.weights.arrays()
             if saved is None:
                 recomputed = SublayerCall(weights, dropout=self.dropout, compute_output=False)
-                self.part.forward(recomputed, *inputs)
+                self.part.forward(recomputed, *self.arguments())
                 saved = recomputed.saved
             if self.on_saved is not None:
                 self.on_saved(saved)
             call = SublayerCall(
-                weights, dropout=self.dropout, saved=saved, trained=self.trained, input_gradient=self.inputs > 0
+                weights, dropout=self.dropout, saved=saved, trained=self.trained, input_gradient=self.input_gradient
             )
-            *input_gradients, weight_gradients = self.part.backward(call, *inputs, *grads)
-        gradients = *input_gradients[: self.inputs], *(weight_gradients[name] for name in self.trained)
-        return tuple(map(_tensor, gradients))
+            *input_gradients, weight_gradients = self.part.backward(call, *self.arguments(), *grads)
+        for x, gradient in zip(self.inputs, input_gradients, strict=True):
+            x.add_gradient(gradient)
+        for name in self.trained:
+            tape.add_gradient(self.weights.named[name], weight_gradients[name])
 
     def unsharded_weights(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the weights of the part are unsharded."""
         return self.weights.unsharded(list(self.weights.named.values()))
 
-    def arguments(self, inputs_and_trained: Sequence[Tensor]) -> list[Any]:
+    def arguments(self) -> list[Any]:
         """Returns the arguments of the part: the inputs as arrays, then the constants."""
-        return [*(host_array(x) for x in inputs_and_trained[: self.inputs]), *self.constants]
-
-
-def _tensor(result: np.ndarray | np.float32) -> Tensor:
-    """Returns a result as a tensor, which shares the memory of an array."""
-    if isinstance(result, np.ndarray):
-        return Tensor.from_numpy(np.ascontiguousarray(result))
-    return Tensor(result)
+        return [*(x.array for x in self.inputs), *self.constants]
 
 
 @dataclass(frozen=True)
