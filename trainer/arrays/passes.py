@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from mindspore import Tensor
 
+from trainer.arrays.addresses import address
 from trainer.arrays.memory import host_array, narrow_weight
 from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.stored import stored_operands
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.arrays.vocabulary.embedding import CpuEmbedding
+from trainer.models.spec.names import EMBEDDING
 from trainer.storage.quantized import FrozenMatrix, QuantizedArray
 
 if TYPE_CHECKING:
@@ -68,10 +70,9 @@ class Tape:
 
     def add_gradient(self, parameter: Parameter, gradient: np.ndarray) -> None:
         """Adds the gradient of a parameter by one pass; parts may share the parameter."""
-        key = id(parameter)
-        if key in self.gradients:
-            gradient = self.gradients[key] + gradient
-        self.gradients[key] = gradient
+        total = self.gradients.setdefault(id(parameter), gradient)
+        if total is not gradient:  # otherwise it is the first one, or the part has added its gradient to the total
+            total += gradient
 
     def take_gradient(self, parameter: Parameter) -> np.ndarray:
         """Returns the gradient of a parameter, which the tape forgets; zeros if no pass has used the parameter."""
@@ -185,6 +186,9 @@ class PartWeights:
         by_rows: Names of large matrices that the part takes as a `StoredMatrix` if they are held in few bytes; others
             are decompressed as a whole for each pass.
         scratch: Has memory for decompressed matrices.
+
+    Attributes:
+        trained: The names of the trained weights.
     """
 
     def __init__(
@@ -196,11 +200,13 @@ class PartWeights:
         self.by_rows = frozenset(by_rows)
         self.centered = tuple(name for name in centered if name in named)
         self.named = dict(named)
+        self.trained = [name for name, weight in self.named.items() if weight.requires_grad]
         self.unsharded = unsharded
         self.dtype = DTYPES[dtype]
         self.narrow = frozenset[str]()
         if dtype != "float32":
             self.narrow = frozenset(narrow)
+        self._shared: dict[str, np.ndarray] = {}
 
     @property
     def may_be_kept(self) -> bool:
@@ -218,7 +224,7 @@ class PartWeights:
             if isinstance(weight, FrozenMatrix):
                 stored[name] = weight.numbers, dtype
                 continue
-            arrays[name] = host_array(weight)
+            arrays[name] = self._array(name, weight)
             if name in self.centered:
                 arrays[name] = 1 + arrays[name]
             if dtype != np.float32:
@@ -228,10 +234,16 @@ class PartWeights:
             arrays |= stored_operands(stored, self.by_rows, self.scratch)
         return arrays
 
-    @property
-    def trained(self) -> list[str]:
-        """Returns the names of the trained weights."""
-        return [name for name, weight in self.named.items() if weight.requires_grad]
+    def _array(self, name: str, weight: Parameter) -> np.ndarray:
+        """Returns a parameter as an array, which is made again only after the parameter has got other memory.
+
+        The array keeps its memory alive, so that other memory has another address.
+        """
+        array = self._shared.get(name)
+        if array is None or address(array) != weight.data_ptr():
+            array = host_array(weight)
+            self._shared[name] = array
+        return array
 
 
 def run_part(
@@ -319,6 +331,8 @@ class _PartPass:
             call = SublayerCall(
                 weights, dropout=self.dropout, saved=saved, trained=self.trained, input_gradient=self.input_gradient
             )
+            if isinstance(self.part, CpuEmbedding):
+                call.gradients.total = tape.gradients.get(id(self.weights.named[EMBEDDING]))
             *input_gradients, weight_gradients = self.part.backward(call, *self.arguments(), *grads)
         for x, gradient in zip(self.inputs, input_gradients, strict=True):
             x.add_gradient(gradient)

@@ -278,10 +278,16 @@ class SublayerCall:
 
 
 class WeightGradients:
-    """Gradients of the trained weights of one sublayer, [out, in] matrices and vectors."""
+    """Gradients of the trained weights of one sublayer, [out, in] matrices and vectors.
+
+    Attributes:
+        total: The gradient of the embedding's matrix by other parts, to which the embedding adds its own; None: it is
+            the first.
+    """
 
     def __init__(self, trained: Iterable[str]) -> None:
         self.trained = frozenset(trained)
+        self.total: np.ndarray | None = None
         self.arrays: Gradients = {}
         self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.tiles: dict[str, dict[int, np.ndarray]] = {}

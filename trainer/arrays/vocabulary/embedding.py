@@ -35,21 +35,27 @@ def embedding_rows(weight_VE: np.ndarray | StoredMatrix, ids_N: np.ndarray, out_
     np.take(weight_VE, ids_N, axis=0, out=out_NE, mode="clip")  # other modes copy `out`
 
 
-def embedding_gradient(shape: tuple[int, ...], ids_N: np.ndarray, grad_NE: np.ndarray) -> np.ndarray:
-    """Returns the gradient of the matrix, [V, E]: the sums over each token's rows, in their order."""
-    out_VE = empty(*shape)
-    out_VE[...] = 0
+def add_embedding_gradient(total_VE: np.ndarray, ids_N: np.ndarray, grad_NE: np.ndarray) -> None:
+    """Adds the gradient of the matrix to `total_VE`: the sums over each token's rows, in their order."""
     order_N = np.argsort(ids_N, kind="stable")
-    ids, first, counts = np.unique(ids_N[order_N], return_index=True, return_counts=True)
-    out_VE[ids] = grad_NE[order_N[first]]
+    ids_U, first_U, counts_U = np.unique(ids_N[order_N], return_index=True, return_counts=True)
+    sums_UE = grad_NE[order_N[first_U]]
     # Most tokens come a few times: this adds the second row of each token, then the third. np.add.reduceat would take
     # 20 times as long.
-    for time in range(1, min(_FEW_TIMES, counts.max(initial=0))):
-        again = np.flatnonzero(counts > time)
-        out_VE[ids[again]] += grad_NE[order_N[first[again] + time]]
-    for place in np.flatnonzero(counts > _FEW_TIMES):
-        remaining_n = order_N[first[place] + _FEW_TIMES : first[place] + counts[place]]
-        out_VE[ids[place]] += grad_NE[remaining_n].sum(0)
+    for time in range(1, min(_FEW_TIMES, counts_U.max(initial=0))):
+        again = np.flatnonzero(counts_U > time)
+        sums_UE[again] += grad_NE[order_N[first_U[again] + time]]
+    for place in np.flatnonzero(counts_U > _FEW_TIMES):
+        remaining_n = order_N[first_U[place] + _FEW_TIMES : first_U[place] + counts_U[place]]
+        sums_UE[place] += grad_NE[remaining_n].sum(0)
+    total_VE[ids_U] += sums_UE
+
+
+def embedding_gradient(shape: tuple[int, ...], ids_N: np.ndarray, grad_NE: np.ndarray) -> np.ndarray:
+    """Returns the gradient of a matrix of this shape, [V, E]."""
+    out_VE = empty(*shape)
+    out_VE[...] = 0
+    add_embedding_gradient(out_VE, ids_N, grad_NE)
     return out_VE
 
 
@@ -104,7 +110,13 @@ class CpuEmbedding:
             place_N, inside_N = self._local(ids_N, shape[0])
             ids_N = place_N[inside_N]
             grad_NE = grad_NE[inside_N]
-        return ({EMBEDDING: embedding_gradient(shape, ids_N, grad_NE)},)
+        # The head may have the same matrix, whose gradient is there already.
+        total_VE = call.gradients.total
+        if total_VE is None:
+            total_VE = embedding_gradient(shape, ids_N, grad_NE)
+        else:
+            add_embedding_gradient(total_VE, ids_N, grad_NE)
+        return ({EMBEDDING: total_VE},)
 
     def _adapter_gradients(self, call: SublayerCall, ids_N: np.ndarray, grad_NE: np.ndarray) -> Gradients:
         """Returns the gradients of the trained ones of the matrix, A and B."""
