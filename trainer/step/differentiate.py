@@ -13,14 +13,13 @@ from trainer.models.array_parts import ArrayParts
 from trainer.models.decoder import Decoder, DecoderCall
 
 if TYPE_CHECKING:
-    from trainer.models.classifier import Classifier
     from trainer.models.inputs import LossSums
 
 Differentiation: TypeAlias = "Callable[[DecoderCall, Tensor], tuple[LossSums, list[Tensor]]]"
 """(micro-batch, factor) -> its losses, and the gradients of the minimised loss times the factor."""
 
 
-def differentiation(model: Decoder | Classifier, targets: Sequence[Parameter]) -> Differentiation:
+def differentiation(model: Decoder, targets: Sequence[Parameter]) -> Differentiation:
     """Returns the function that computes the gradients by these weights, one for each."""
     if isinstance(model, Decoder) and isinstance(model.parts, ArrayParts):
         return ArrayDifferentiation(model, targets)
@@ -47,7 +46,7 @@ class ArrayDifferentiation:
 class CellDifferentiation:
     """Lets MindSpore record the cells of a model, and run their backward passes."""
 
-    def __init__(self, model: Decoder | Classifier, targets: Sequence[Parameter]) -> None:
+    def __init__(self, model: Decoder, targets: Sequence[Parameter]) -> None:
         self.model = model
         self.call: DecoderCall | None = None
         self.sums: LossSums | None = None

@@ -401,10 +401,9 @@ def test_the_profile_of_a_step_counts_its_products() -> None:
         ("head: products", "backward"): 4 * tokens * head,
     }
     rows = {tuple(key): row for key, row in found}
-    assert rows["tensors as arrays", "forward"].seconds > 0
     for name in ("norm", "rotary", "SwiGLU, residual", "embedding"):
         assert rows[name, "forward"].seconds > 0 and rows[name, "backward"].seconds > 0, name
-    for name in ("optimizer", "norm of the gradients", "data"):
+    for name in ("optimizer", "norm of the gradients", "data", "tensors as arrays"):
         assert rows[name, ""].seconds > 0, name
     # Three products of each matrix, and of what a query sees: (16 + 1) / 2 keys.
     attention = 3 * 2 * 2 * tokens * 2 * 32 * 17 / 2
