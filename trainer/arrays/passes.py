@@ -24,7 +24,6 @@ from trainer.arrays.numpy_operators import BFLOAT16
 from trainer.arrays.stored import stored_operands
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.arrays.vocabulary.embedding import CpuEmbedding
-from trainer.models.spec.names import EMBEDDING
 from trainer.storage.quantized import FrozenMatrix, QuantizedArray
 
 if TYPE_CHECKING:
@@ -60,13 +59,18 @@ class Tape:
         """Records a pass; `backward` takes the gradients of its results, and adds those of its inputs."""
         self.passes.append(backward)
 
-    def backward(self) -> None:
-        """Runs all backward passes, the last one first, and forgets them.
+    def backward(self, targets: Sequence[Parameter] = ()) -> list[Tensor]:
+        """Runs all backward passes, the last one first, and forgets them. Returns the gradients of these parameters.
 
         The results that are differentiated have their gradients already (`Variable.add_gradient`).
         """
         while self.passes:
             self.passes.pop()()
+        return [shared_tensor(self.take_gradient(target)) for target in targets]
+
+    def totals(self, parameters: Mapping[str, Parameter]) -> Gradients:
+        """Returns the gradients so far of those parameters that have one, by the names of the argument."""
+        return {name: self.gradients[id(one)] for name, one in parameters.items() if id(one) in self.gradients}
 
     def add_gradient(self, parameter: Parameter, gradient: np.ndarray) -> None:
         """Adds the gradient of a parameter by one pass; parts may share the parameter."""
@@ -261,7 +265,7 @@ def run_part(
     results = one.forward()
     if not isinstance(results, tuple):
         results = (results,)
-    if not (one.trained or one.input_gradient):
+    if not (weights.trained or one.input_gradient):
         tape = None
     variables = [Variable(result, tape) for result in results]
     if tape is not None:
@@ -280,7 +284,6 @@ class _PartPass:
     ) -> None:  # fmt: skip
         self.part = part
         self.weights = weights
-        self.trained = weights.trained
         self.inputs = inputs
         self.input_gradient = any(x.tape is not None for x in inputs)
         self.constants = constants
@@ -298,7 +301,7 @@ class _PartPass:
         with unsharded:
             weights = self.weights.arrays()
             call = SublayerCall(
-                weights, dropout=self.dropout, save=self.save, trained=self.trained, max_logits=self.max_logits
+                weights, dropout=self.dropout, save=self.save, trained=self.weights.trained, max_logits=self.max_logits
             )
             results = self.part.forward(call, *self.arguments())
         if self.save:
@@ -329,14 +332,14 @@ class _PartPass:
             if self.on_saved is not None:
                 self.on_saved(saved)
             call = SublayerCall(
-                weights, dropout=self.dropout, saved=saved, trained=self.trained, input_gradient=self.input_gradient
-            )
-            if isinstance(self.part, CpuEmbedding):
-                call.gradients.total = tape.gradients.get(id(self.weights.named[EMBEDDING]))
+                weights, dropout=self.dropout, saved=saved, trained=self.weights.trained,
+                input_gradient=self.input_gradient,
+            )  # fmt: skip
+            call.gradients.totals = tape.totals(self.weights.named)
             *input_gradients, weight_gradients = self.part.backward(call, *self.arguments(), *grads)
         for x, gradient in zip(self.inputs, input_gradients, strict=True):
             x.add_gradient(gradient)
-        for name in self.trained:
+        for name in self.weights.trained:
             tape.add_gradient(self.weights.named[name], weight_gradients[name])
 
     def unsharded_weights(self) -> contextlib.AbstractContextManager[None]:

@@ -281,13 +281,12 @@ class WeightGradients:
     """Gradients of the trained weights of one sublayer, [out, in] matrices and vectors.
 
     Attributes:
-        total: The gradient of the embedding's matrix by other parts, to which the embedding adds its own; None: it is
-            the first.
+        totals: By name, the gradients of those weights that other parts have, too. A part may add to them in place.
     """
 
     def __init__(self, trained: Iterable[str]) -> None:
         self.trained = frozenset(trained)
-        self.total: np.ndarray | None = None
+        self.totals: Gradients = {}
         self.arrays: Gradients = {}
         self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.tiles: dict[str, dict[int, np.ndarray]] = {}

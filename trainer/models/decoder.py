@@ -193,10 +193,9 @@ class Decoder(DecoderForward):
                 settings, kernels.host_dtype, self.parameters_by_name, self.compute_weights, again, trained, dropout,
                 shard,
             )  # fmt: skip
+            self.scale_embedding = operator.mul
         else:
             self.parts = CellParts(settings, kernels, self.compute_weights, compiled, again, trained, dropout, shard)
-        if kernels.host_layers:
-            self.scale_embedding = operator.mul
         self.run_embedding = self.parts.run_embedding
         self.run_layer = self.parts.run_layer
         self.run_merge = self.parts.run_merge
@@ -216,11 +215,14 @@ class Decoder(DecoderForward):
             observer: Sees what the parts compute.
             tape: See `DecoderCall`.
         """
-        modules = 0
-        if statistics is not None:
-            modules = self.mtp_modules
         call = DecoderCall(inputs, dropout, statistics, observer, tape)
-        return LossSums(*self.losses(inputs.ids_N, modules, call))
+        return LossSums(*self.losses(inputs.ids_N, self.count_active_modules(call), call))
+
+    def count_active_modules(self, call: DecoderCall) -> int:
+        """Returns how many MTP modules run in a call: none in an evaluation."""
+        if call.statistics is None:
+            return 0
+        return self.mtp_modules
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor | Variable:
         """Returns the residual stream after the last block, before the final norm, without dropout: [N, D]."""

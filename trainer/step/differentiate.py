@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
 from trainer.arrays.memory import host_array
-from trainer.arrays.passes import Tape, Variable, shared_tensor
+from trainer.arrays.passes import Tape, Variable
 from trainer.models.array_parts import ArrayParts
 from trainer.models.decoder import Decoder, DecoderCall
 
@@ -39,8 +39,7 @@ class ArrayDifferentiation:
         sums = self.model.construct(*call._replace(tape=tape))
         assert isinstance(sums.total, Variable)
         sums.total.add_gradient(host_array(factor))
-        tape.backward()
-        return sums, [shared_tensor(tape.take_gradient(target)) for target in self.targets]
+        return sums, tape.backward(self.targets)
 
 
 class CellDifferentiation:

@@ -129,7 +129,7 @@ class ArrayChunk:
             if part.reached:
                 tape = call.tape
             start = Variable(host_array(x), tape)
-        modules = 0 if call.statistics is None else self.model.mtp_modules
+        modules = self.model.count_active_modules(call)
         end, (total, *others) = self.model.run_layers(start, part.layers, part.is_first, part.is_last, modules, call)
         output_ND = None
         if not part.is_last:
@@ -152,12 +152,12 @@ class ArrayChunk:
             end.add_gradient(host_array(grad_ND))
         if total is not None:
             total.add_gradient(host_array(factor))
-        tape.backward()
+        gradients = tape.backward(self.targets)
         x_grad_ND = None
         if self.part.reached:
             assert isinstance(start, Variable)
             x_grad_ND = shared_tensor(start.take_gradient())
-        return x_grad_ND, [shared_tensor(tape.take_gradient(target)) for target in self.targets]
+        return x_grad_ND, gradients
 
 
 class ChunkCell(nn.Cell):
@@ -186,7 +186,7 @@ class ChunkCell(nn.Cell):
         """Runs the layers of a chunk; returns its result, and the losses so far if there are any."""
         part = self.part
         assert self.call is not None
-        modules = 0 if self.call.statistics is None else self.model.mtp_modules
+        modules = self.model.count_active_modules(self.call)
         x_ND, (total, *others) = self.model.run_layers(x, part.layers, part.is_first, part.is_last, modules, self.call)
         self.sums = LossSums(None, *others)
         if part.is_last:

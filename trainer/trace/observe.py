@@ -109,18 +109,16 @@ class TraceObserver:
         self.writer.add(Key(self.step, kind, name), matrix, place, _dtype_name(tensor))
 
 
-def _dtype_name(tensor: Tensor | Variable | np.ndarray) -> str:
-    if isinstance(tensor, Tensor):
-        return str(tensor.dtype).lower()
-    return "float32"  # between native layers
+def _dtype_name(tensor: Tensor | Variable) -> str:
+    if isinstance(tensor, Variable):
+        return "float32"
+    return str(tensor.dtype).lower()
 
 
-def _array(tensor: Tensor | Variable | np.ndarray) -> np.ndarray:
+def _array(tensor: Tensor | Variable) -> np.ndarray:
     if isinstance(tensor, Variable):
         return tensor.asnumpy()
-    if isinstance(tensor, Tensor):
-        return host_array(tensor)
-    return tensor
+    return host_array(tensor)
 
 
 class _MicroBatch:
@@ -174,14 +172,14 @@ class _MicroBatch:
                     self.add("activation", name, array_ND, dtype)
             self.before_ND = array_ND
 
-        def see_gradient(grad_ND: Tensor | np.ndarray) -> None:
+        def see_gradient(grad_ND: Stream) -> None:
             """Writes the gradient of the stream, which is that of each of these outputs."""
             factor = np.float32(1 / self.owner.train_step.guards.scale)
             self.add("activation gradient", names[-1], _array(grad_ND) * factor, _dtype_name(grad_ND))
 
         if isinstance(x_ND, Variable):
             see(x_ND)
-            x_ND.watch(see_gradient)
+            x_ND.watch(lambda grad_ND: see_gradient(Variable(grad_ND)))
             return x_ND
         return SeenStream(see, see_gradient)(x_ND)
 

@@ -111,7 +111,7 @@ class CpuEmbedding:
             ids_N = place_N[inside_N]
             grad_NE = grad_NE[inside_N]
         # The head may have the same matrix, whose gradient is there already.
-        total_VE = call.gradients.total
+        total_VE = call.gradients.totals.get(EMBEDDING)
         if total_VE is None:
             total_VE = embedding_gradient(shape, ids_N, grad_NE)
         else:
