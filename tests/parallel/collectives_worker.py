@@ -3,6 +3,7 @@ also does the steps of test_data_parallel.py: most of such a job's time goes int
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +31,7 @@ from collective_cases import (  # noqa: E402
 from data_parallel_worker import steps_together  # noqa: E402
 from expert_exchange import exchanged_experts  # noqa: E402
 from exported_graphs import export  # noqa: E402
-from mindspore import Parameter, Tensor, communication, nn, ops  # noqa: E402
+from mindspore import Parameter, Tensor, nn, ops  # noqa: E402
 
 from trainer.checkpoint.writing import FileShards, write_checkpoint  # noqa: E402
 from trainer.config import parse_config  # noqa: E402
@@ -43,7 +44,7 @@ from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.communicator import Communicator  # noqa: E402
 from trainer.parallel.gradients import GradientReducer  # noqa: E402
 from trainer.parallel.sharding import OptimizerShard, ShardedArray, full_shard_spec, shard_range  # noqa: E402
-from trainer.parallel.world import World, world_from_environment  # noqa: E402
+from trainer.parallel.world import RENDEZVOUS_VARIABLE, world_from_environment  # noqa: E402
 from trainer.step.accumulate import MicroBatch  # noqa: E402
 from trainer.storage.tensor_file import float32_infos  # noqa: E402
 
@@ -55,6 +56,8 @@ def main(folder: Path) -> None:
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
     set_up_cpu_threads()  # as a run does; without it most of the time goes into threads that poll
+    on_device = collectives.join_through_mindspore(world)  # its scheduler has the usual address
+    os.environ[RENDEZVOUS_VARIABLE] = str(folder / "rendezvous")
     communicator = Communicator(collectives.init_process_group(world))
     group = communicator.group
     if world.size == 2:
@@ -75,7 +78,7 @@ def main(folder: Path) -> None:
     assert len(sums) == len(SHAPES)
     found |= shared(group) | pairs(group) | exchanged_experts(group)
     found |= shared_optimizer(communicator, folder)
-    found |= {f"native {name}": np.array(names) for name, names in native_operators(world, folder).items()}
+    found |= {f"native {name}": np.array(names) for name, names in native_operators(on_device, folder).items()}
     np.savez(folder / f"rank-{world.rank}.npz", **found)
 
 
@@ -199,9 +202,8 @@ class Gradient(nn.Cell):
         return self.gradient(self.cell)(x, dout)
 
 
-def native_operators(world: World, folder: Path) -> dict[str, list[str]]:
+def native_operators(group: collectives.DeviceGroup, folder: Path) -> dict[str, list[str]]:
     """Returns the collectives in the graphs that a device would run, forward and backward."""
-    group = collectives.DeviceGroup(range(world.size), world.rank, communication.GlobalComm.WORLD_COMM_GROUP)
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     x, found = Tensor(pair_input(group.rank, group.size)), {}
     rows = {"AllGather": 2 * group.size * group.size, "ReduceScatter": 2}

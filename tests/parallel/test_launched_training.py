@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from fork_server import ensure_server
 from launch_helpers import FORKED_MSRUN, LIMIT_SECONDS, PROGRAM, Launcher
+from msrun_helpers import run_job
 from tolerances import LONG_RUN_LOSSES, RUN_LOCAL_NORMS, RUN_NEAR_ZERO, DecoderLimits, decoder_limits
 
 from trainer.errors import EXIT_HANG
@@ -114,6 +115,7 @@ def assert_starts_again(job: Launcher, output: Path, done: int) -> int:
     """Kills a rank after a checkpoint; the step from which the job goes on. Those after it are done again."""
     newest = output / "checkpoints" / f"step-{(done // SAVED_EVERY + 1) * SAVED_EVERY:08d}" / "COMPLETE"
     job.wait_until(lambda: job.process.poll() is not None or newest.exists(), JOB_SECONDS)
+    job.wait_until(lambda: pid(job, 1) is not None)
     began = time.monotonic()
     os.kill(pid(job, 1), signal.SIGKILL)
     job.wait_until(lambda: "restart 1 of 1" in job.errors)
@@ -268,7 +270,8 @@ def test_a_rank_that_is_lost_for_good_leaves_a_job_of_fewer_with_the_same_batch(
 
 
 def test_a_growing_batch_is_that_of_one_process(tmp_path: Path) -> None:
-    """Two ranks train the first steps of a ramp-up, one process the next ones, which it resumes."""
+    """Two ranks of msrun without `launch` train the first steps of a ramp-up, one process the next, which it resumes.
+    """
     changes = {
         "runner_config": {"batch_size": 2, "global_batch_size": 16, "rampup_batch_size": [4, 4, 60], "max_steps": 12},
         "train_dataset.data_loader.num_samples": 100, "train_dataset.held_out": 0,
@@ -276,7 +279,7 @@ def test_a_growing_batch_is_that_of_one_process(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "data")
     alone = train(write_config(tmp_path / "alone", data, changes))
     config = write_config(tmp_path / "job", data, changes)
-    run(tmp_path / "job", 2, config, "--stop_step", 7)
+    run_job(PROGRAM, "--config", config, "--stop_step", 7, workers=2, folder=tmp_path / "logs")
     output = train(config, resume_training=True)
     batches = column(step_records(output), "global_batch_size")
     assert batches == column(step_records(alone), "global_batch_size")

@@ -395,7 +395,7 @@ def _launch(
     from trainer.launch.command import launch
     from trainer.run.prepare import build_plan
 
-    return launch(context.obj, check_launch(context.obj, build_plan))
+    return launch(context.obj, *check_launch(context.obj, build_plan))
 
 
 @app.command("export")

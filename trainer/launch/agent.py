@@ -79,7 +79,7 @@ class _Agent:
                 self.handle(message)
             if self.terminal is not None and not self.terminal.pump():
                 self.close_terminal()
-            if self.channel.closed:  # the launcher is gone
+            if self.channel.closed and not self.released:  # the launcher is gone
                 shutil.rmtree(os.path.dirname(os.environ[SOCKET_VARIABLE]), ignore_errors=True)
                 if self.process is None:
                     return _STARTED_TOO_LATE

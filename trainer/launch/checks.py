@@ -40,15 +40,15 @@ _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Z
 
 def check_launch(
     options: LaunchOptions, plan_of: Callable[[Config, World], Plan], *, left_bytes: int | None = None
-) -> RestartPlan:
-    """Checks the options of `launch` and msrun_launcher.sh on the machine of this node; returns how the job restarts.
+) -> tuple[RestartPlan, str]:
+    """Checks the options of `launch` and msrun_launcher.sh on the machine of this node.
 
     Args:
         plan_of: Plans what a worker will run, and tokenizes its text, which all workers then find in the cache.
         left_bytes: Memory that is available on this host; None asks the system.
 
     Returns:
-        How the job goes on where it fails.
+        How the job goes on where it fails, and the device of its workers; empty for a script, which may use any.
 
     Raises:
         UserError: The job could not run, or would need more memory than there is (`force` starts anyway).
@@ -70,10 +70,11 @@ def check_launch(
         rule = f"cannot be written to ({error.strerror})"
         raise _error("log_dir", str(options.log_dir), rule, "give another --log_dir, or make room there") from None
     if options.script is not None:
-        return make_restart_plan(options, None, plan_of)
+        return make_restart_plan(options, None, plan_of), ""
     config, world = _work(options)
-    _check_memory(options, plan_of(config, world), left_bytes)
-    return make_restart_plan(options, config, plan_of)
+    plan = plan_of(config, world)
+    _check_memory(options, plan, left_bytes)
+    return make_restart_plan(options, config, plan_of), plan.device
 
 
 def _error(key: str, value: object, rule: str, fix: str) -> UserError:

@@ -62,6 +62,7 @@ from trainer.launch.processes import adopt_orphans, allow_open_files, is_alive, 
 from trainer.launch.supervisor import Supervisor, collect_signals, stop_signal
 from trainer.launch.terminal import LogTail, Screen, tail_file, tail_pipe, terminal_size
 from trainer.launch.wire import AgentMessage, ListeningSocket, wait_for_data
+from trainer.parallel.world import LOCAL_SIZE_VARIABLE, RENDEZVOUS_VARIABLE
 
 _DETACHED_START_SECONDS = 20.0
 _RECONNECT_SECONDS = 600
@@ -88,11 +89,12 @@ class Restart(NamedTuple):
 _FIRST_START = Restart()
 
 
-def launch(options: LaunchOptions, restart_plan: RestartPlan | None = None) -> int:
+def launch(options: LaunchOptions, restart_plan: RestartPlan | None = None, device: str = "") -> int:
     """Runs a job on this host and returns its exit code: that of the first worker that failed, or of the signal.
 
     Args:
-        restart_plan: The result of `check_launch`; only a job on one node without restarts needs none.
+        restart_plan: Of `check_launch`; only a job on one node without restarts needs none.
+        device: Of the workers; empty if they may use any.
 
     Raises:
         UserError: An option or the configuration is wrong.
@@ -107,14 +109,14 @@ def launch(options: LaunchOptions, restart_plan: RestartPlan | None = None) -> i
     allow_open_files(_FILES_OF_A_WORKER * options.worker_num + _FILES_OF_A_PROCESS)
     signals: deque[int] = deque()
     with collect_signals(signals):  # also those that arrive between two starts
-        code = _start_and_restart(options, files, restart_plan, signals)
+        code = _start_and_restart(options, files, restart_plan, signals, device)
     for number in (signal.SIGTERM, signal.SIGINT):  # a late one must not change the exit code
         signal.signal(number, signal.SIG_IGN)
     return code
 
 
 def _start_and_restart(
-    options: LaunchOptions, files: JobFiles, restart_plan: RestartPlan | None, signals: deque[int]
+    options: LaunchOptions, files: JobFiles, restart_plan: RestartPlan | None, signals: deque[int], device: str
 ) -> int:
     """Runs the job until it succeeds, is asked to stop, or has used up its restarts."""
     previous: Outcome | None = None
@@ -135,7 +137,7 @@ def _start_and_restart(
                 if restart_plan is not None:
                     attempt = restart_plan.resume_from(attempt, nodes.resume)
                     state.command = [attempt.script_name, *attempt.arguments]
-                outcome = _supervise(attempt, files, state, nodes, restart, signals)
+                outcome = _supervise(attempt, files, state, nodes, restart, signals, device)
         finally:
             nodes.close()
         if restart.number >= options.max_restarts or restart_plan is None or not may_restart(outcome):
@@ -215,13 +217,17 @@ def _prepare(options: LaunchOptions, files: JobFiles, restart: Restart) -> JobSt
 
 
 def _supervise(
-    options: LaunchOptions, files: JobFiles, state: JobState, nodes: Nodes, restart: Restart, signals: deque[int]
-) -> Outcome:
+    options: LaunchOptions, files: JobFiles, state: JobState, nodes: Nodes, restart: Restart, signals: deque[int],
+    device: str,
+) -> Outcome:  # fmt: skip
     adopt_orphans()
-    specs = worker_specs(options, files, restart)
+    specs = worker_specs(options, files, restart, device)
     workers = {rank: WorkerHandle(rank) for rank in options.ranks}
     with scratch_folder() as folder, socket.socket(socket.AF_UNIX) as listening:
         scratch = Path(folder)
+        if options.nodes == 1:
+            for rank in options.ranks:
+                specs[rank]["environment"][RENDEZVOUS_VARIABLE] = str(scratch / "rendezvous")
         listening.bind(os.fspath(socket_path(scratch)))  # only this user's processes reach it: its folder is private
         pool = WorkerPool(workers, WorkerHandle(None), ListeningSocket(listening), specs, files.folder)
         screen = _screen(specs[options.ranks[0]], scratch)
@@ -249,9 +255,11 @@ def _screen(followed: AgentMessage, scratch: Path) -> Screen:
 
 
 def worker_specs(
-    options: LaunchOptions, files: JobFiles, restart: Restart = _FIRST_START
+    options: LaunchOptions, files: JobFiles, restart: Restart = _FIRST_START, device: str = ""
 ) -> dict[int | None, AgentMessage]:
-    """Returns what each agent starts, by rank: command, environment, cores and log. The scheduler's spec is under None.
+    """Returns what each agent starts, by rank: command, environment, cores and log.
+
+    The scheduler's spec is under None; workers on a CPU need none.
     """
     cores = sorted(os.sched_getaffinity(0))
     program = trainer_command()
@@ -261,6 +269,8 @@ def worker_specs(
     unset = [SOCKET_VARIABLE, SECRET_VARIABLE]
     if ENCODING_VARIABLE not in os.environ:
         unset.append(ENCODING_VARIABLE)
+    if options.nodes > 1:
+        unset.append(RENDEZVOUS_VARIABLE)  # of a job that this one is part of
     unset_for_workers = list(unset)
     if not options.needs_msrun:
         unset_for_workers += _CLUSTER_VARIABLES
@@ -270,7 +280,7 @@ def worker_specs(
         environment = {
             **_worker_environment(len(local_cores)),
             JOB_VARIABLE: str(files.folder),
-            "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
+            LOCAL_SIZE_VARIABLE: str(options.local_worker_num),
         }
         if restart.number:
             environment[RESTART_VARIABLE] = json.dumps(restart._asdict())
@@ -283,7 +293,7 @@ def worker_specs(
             "cores": local_cores,
             "log": str(files.log(rank)),
         }
-    if options.node_rank == 0 or options.nodes == 1:
+    if device != "CPU" and (options.node_rank == 0 or options.nodes == 1):
         specs[None] = {
             "command": [sys.executable, "-c", SCHEDULER],
             "environment": _worker_environment(1),

@@ -111,8 +111,9 @@ class WorkerPool:
         channels = [each.channel for each in self.handles if each.channel is not None and not each.channel.closed]
         return [*self.listener.sources, *self.unidentified, *channels]
 
-    def poll(self) -> None:
-        """Accepts agents and handles what they report."""
+    def poll(self) -> bool:
+        """Accepts agents and handles what they report; returns whether a process has started."""
+        has_started = False
         before = self.polled_at
         self.polled_at = time.monotonic()
         callers = [*self.unidentified, *(Channel(connection) for connection, _ in self.listener.accept())]
@@ -129,6 +130,7 @@ class WorkerPool:
             for message in worker.channel.receive():
                 if "started" in message:
                     worker.process = identity(message["started"]) or Identity(message["started"], 0)
+                    has_started = True
                 elif "ended" in message:
                     code = shell_code(message["ended"])
                     self._record_end(worker, code, message["at_seconds"], message.get("why", ""))
@@ -137,6 +139,7 @@ class WorkerPool:
                 # of another rank that this causes has an earlier time.
                 self._record_end(worker, 128 + signal.SIGKILL, before, "")
                 worker.kill()
+        return has_started
 
     def _register(self, channel: Channel, message: AgentMessage) -> None:
         worker: WorkerHandle | None = self.scheduler

@@ -3,7 +3,7 @@
 On a device the ranks use MindSpore's collectives. On a CPU MindSpore 2.10 has few, and some of them are silently wrong:
 AllReduce sums float32 and float16 (bfloat16 wrongly), AllGather preserves the bits of float32 alone, and a group of
 some of the ranks has AllReduce only. There the ranks exchange NumPy arrays over sockets (`CpuGroup`), and MindSpore's
-AllGather serves once, to tell them each other's addresses.
+communication takes no part.
 
 The cells at the end pair a collective with its backward pass, for models that are sharded over ranks. Gradients are
 those of the sum of all ranks' losses: the backward pass of an all-reduce is an all-reduce, that of an all-gather is a
@@ -17,6 +17,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -26,13 +27,12 @@ from mindspore import Parameter, Tensor, communication, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.errors import RunError
-from trainer.parallel.connections import connect
+from trainer.errors import EXIT_OK, RunError
+from trainer.parallel.connections import Rendezvous, connect
 from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, shard_range
-from trainer.parallel.world import World
+from trainer.parallel.world import World, is_scheduler, longest_join_seconds, rendezvous_address
 
-_LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
 _CONNECT_SECONDS = 60
 _FEWEST = 16  # numbers of a gather: larger sizes are powers of two, because MindSpore keeps a kernel for each size
 
@@ -92,8 +92,25 @@ def init_process_group(world: World) -> ProcessGroup:
 
     Raises:
         RunError: The other ranks do not answer, or MindSpore numbers them differently.
+        SystemExit: This process is the scheduler that msrun starts, and the ranks do not need it.
     """
-    os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", str(_LONGEST_WAIT_SECONDS))
+    if has_all_operators():
+        return join_through_mindspore(world)
+    if is_scheduler():
+        sys.exit(EXIT_OK)
+    on_one_host = world.local_size == world.size
+    join_seconds = longest_join_seconds()
+    with contextlib.closing(Rendezvous(world.rank, world.size, rendezvous_address(), join_seconds)) as rendezvous:
+        connections = connect(world.rank, world.size, rendezvous.share, on_one_host, _CONNECT_SECONDS)
+    return CpuGroup(connections, range(world.size))
+
+
+def join_through_mindspore(world: World) -> DeviceGroup:
+    """Joins the ranks of a job through MindSpore's scheduler, for MindSpore's own collectives.
+
+    Raises:
+        RunError: The other ranks do not answer, or MindSpore numbers them differently.
+    """
     try:
         if not communication.GlobalComm.INITED:  # a second time MindSpore forgets which groups this rank is in
             with _serialized_init():
@@ -106,11 +123,12 @@ def init_process_group(world: World) -> ProcessGroup:
     if (rank, size) != (world.rank, world.size):
         rule = f"the environment says rank {world.rank} of {world.size}, and MindSpore says rank {rank} of {size}"
         raise RunError(rule, fix="start the job with `run_trainer.py launch`")
-    ranks = DeviceGroup(range(world.size), world.rank, communication.GlobalComm.WORLD_COMM_GROUP)
-    if has_all_operators():
-        return ranks
-    on_one_host = world.local_size == world.size
-    return CpuGroup(connect(world.rank, world.size, ranks.gather_bytes, on_one_host, _CONNECT_SECONDS), ranks.ranks)
+    return DeviceGroup(range(world.size), world.rank, communication.GlobalComm.WORLD_COMM_GROUP)
+
+
+def run_scheduler() -> None:
+    """Tells the ranks of a job each other's addresses, until the last of them has ended."""
+    communication.init()
 
 
 @contextlib.contextmanager

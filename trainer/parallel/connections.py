@@ -2,7 +2,8 @@
 
 MindSpore's collectives on a CPU cannot do what parallelism needs: a group of some of the ranks has AllReduce only, sums
 are right only in float32, there is no all-to-all. So the ranks connect to each other: by Unix sockets on one host, by
-TCP over several. Only processes that know the key of the job, which rank 0 makes, can connect.
+TCP over several. They tell each other their addresses through rank 0 (`Rendezvous`). Only processes that know the key
+of the job, which rank 0 makes, can connect.
 
 On one Linux host the bytes go through memory that both ranks share: a socket takes twice the time. The memory has no
 name, and the system frees it when the last of its processes ends, even by a kill.
@@ -34,6 +35,14 @@ _PORTIONS = 4  # of a ring: the ranks send a note after each portion that is wri
 _NOTE = struct.Struct("<q")
 _HANDSHAKE_SECONDS = 10
 _NOTE_SECONDS = 3.0
+_HELLO = struct.Struct("<16sII")  # what a rank says to rank 0: a fixed word, its rank, the number of ranks
+_WORD = b"run_trainer 1"
+_WELCOME = b"+"
+_UNWELCOME = b"-"
+_RETRY_SECONDS = 0.02
+_BACKLOG = 1024
+_LENGTH_BYTES = 4
+_LONGEST_BYTES = 1 << 20  # of what a rank shares at a rendezvous
 
 Share = Callable[[bytes], list[bytes]]
 """Gathers the bytes of every rank, in the order of ranks: so ranks learn each other's addresses."""
@@ -252,6 +261,150 @@ def _drop(buffers: list[memoryview], count: int) -> None:
         del buffers[0]
 
 
+class Rendezvous:
+    """Gathers bytes of all ranks through rank 0, to which every other rank connects; all of them must make one.
+
+    MindSpore's join takes 5 to 10 seconds on a busy CPU: a rank that its scheduler does not see in time starts again.
+
+    Args:
+        address: Where rank 0 listens: the path of a Unix socket, or HOST:PORT.
+
+    Raises:
+        RunError: Not all ranks have come within the time limit, or two say that they are the same one.
+    """
+
+    def __init__(self, rank: int, ranks: int, address: str, limit_seconds: float) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.address = address
+        self.limit_seconds = limit_seconds
+        self.deadline = time.monotonic() + limit_seconds
+        self.sockets: dict[int, socket.socket] = {}
+        try:
+            if rank:
+                self.sockets[0] = self._reach()
+            else:
+                self._await_others()
+        except BaseException:
+            self.close()
+            raise
+
+    def share(self, data: bytes) -> list[bytes]:
+        """Gathers the bytes of every rank, in the order of ranks.
+
+        Raises:
+            RunError: Another rank has ended, or does not answer within the time limit.
+        """
+        other = 0
+        try:
+            if self.rank:
+                self.sockets[0].sendall(_block(data))
+                return [_receive_block(self.sockets[0]) for _ in range(self.ranks)]
+            gathered = [data]
+            for other in range(1, self.ranks):
+                gathered.append(_receive_block(self.sockets[other]))
+            answer = b"".join(map(_block, gathered))
+            for other in range(1, self.ranks):
+                self.sockets[other].sendall(answer)
+            return gathered
+        except OSError as error:
+            raise connection_lost(f"rank {self.rank} lost rank {other} while the ranks joined") from error
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        for each in self.sockets.values():
+            each.close()
+
+    def _await_others(self) -> None:
+        """Lets all other ranks connect; then nobody else can."""
+        with contextlib.ExitStack() as stack:
+            try:
+                listening = stack.enter_context(_listen_at(self.address))
+            except OSError as error:
+                rule = f"rank 0 cannot listen at {self.address}, where the other ranks look for it: {error}"
+                raise RunError(rule, fix="give another port with --master_port") from error
+            while len(self.sockets) < self.ranks - 1:
+                listening.settimeout(max(self.deadline - time.monotonic(), 1e-3))
+                try:
+                    connection, _ = listening.accept()
+                except TimeoutError as error:
+                    missing = ", ".join(str(rank) for rank in range(1, self.ranks) if rank not in self.sockets)
+                    rule = f"rank 0 has waited {self.limit_seconds:g} s for other ranks, without a word of {missing}"
+                    raise RunError(rule, fix="see their logs; --cluster_time_out sets the limit") from error
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        """Keeps the connection of a rank that is awaited, and closes any other."""
+        with contextlib.suppress(OSError):
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            word, rank, ranks = _HELLO.unpack(_receive(connection, _HELLO.size))
+            if word.rstrip(b"\0") == _WORD:
+                if ranks == self.ranks and 0 < rank < ranks and rank not in self.sockets:
+                    connection.sendall(_WELCOME)
+                    connection.settimeout(max(self.deadline - time.monotonic(), 1.0))
+                    self.sockets[rank] = connection
+                    return
+                connection.sendall(_UNWELCOME)
+        connection.close()
+
+    def _reach(self) -> socket.socket:
+        """Connects to rank 0, which may not listen yet, or may still be in an earlier rendezvous."""
+        while True:
+            family, target = _target(self.address)
+            connection = socket.socket(family)
+            try:
+                connection.settimeout(max(self.deadline - time.monotonic(), _RETRY_SECONDS))
+                connection.connect(target)
+                connection.sendall(_HELLO.pack(_WORD, self.rank, self.ranks))
+                answer = _receive(connection, 1)
+            except OSError as error:
+                connection.close()
+                if time.monotonic() > self.deadline:
+                    what = f"rank {self.rank} cannot join the {self.ranks} ranks of the job"
+                    rule = f"{what}: no answer of rank 0 at {self.address} within {self.limit_seconds:g} s ({error})"
+                    raise RunError(rule, fix="see its log; --cluster_time_out sets the limit") from error
+                time.sleep(_RETRY_SECONDS)
+                continue
+            if answer == _WELCOME:
+                return connection
+            connection.close()
+            rule = f"rank 0 has another rank {self.rank} already, or is of a job without {self.ranks} ranks"
+            raise RunError(rule, fix="start the job with `run_trainer.py launch`")
+
+
+def _block(data: bytes) -> bytes:
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+
+
+def _receive_block(connection: socket.socket) -> bytes:
+    length = int.from_bytes(_receive(connection, _LENGTH_BYTES), "big")
+    if length > _LONGEST_BYTES:
+        raise ConnectionResetError(f"a message of {length} bytes is too long")
+    return _receive(connection, length)
+
+
+def _target(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    """Returns the family of an address and what a socket of that connects to: the path of a socket, or HOST:PORT."""
+    if address.startswith("/"):
+        return socket.AF_UNIX, address
+    host, _, port = address.rpartition(":")
+    return socket.AF_INET, (host, int(port))
+
+
+@contextlib.contextmanager
+def _listen_at(address: str) -> Iterator[socket.socket]:
+    """Yields a socket that listens at an address."""
+    family, target = _target(address)
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.socket(family))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do no harm
+        listening.bind(target)
+        if isinstance(target, str):
+            stack.callback(os.unlink, target)
+        listening.listen(_BACKLOG)
+        yield listening
+
+
 def connect(
     rank: int, ranks: int, share: Share, on_one_host: bool, limit_seconds: float, *, memory: bool = True
 ) -> Connections:
@@ -333,14 +486,11 @@ def _listening(on_one_host: bool) -> Iterator[tuple[socket.socket, bytes]]:
         if on_one_host:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="run_trainer-"))  # of mode 700
             address = os.path.join(folder, "socket")
-            listening = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listening.bind(address)
-            listening.listen(1024)
-            name = os.fsencode(address)
+            listening = stack.enter_context(_listen_at(address))
         else:
-            listening = stack.enter_context(socket.create_server((_host_address(), 0), backlog=1024))
-            name = ":".join(map(str, listening.getsockname()[:2])).encode()
-        yield listening, name
+            listening = stack.enter_context(_listen_at(f"{_host_address()}:0"))
+            address = ":".join(map(str, listening.getsockname()[:2]))
+        yield listening, os.fsencode(address)
 
 
 def _host_address() -> str:
@@ -352,12 +502,7 @@ def _host_address() -> str:
 
 def _call(address: bytes, rank: int, other: int, key: bytes, deadline: float) -> socket.socket:
     """Connects to a rank and proves to know the key: answers its nonce with this rank and the HMAC of both."""
-    host, _, port = os.fsdecode(address).rpartition(":")
-    family = socket.AF_UNIX
-    target: str | tuple[str, int] = os.fsdecode(address)
-    if host:
-        family = socket.AF_INET
-        target = (host, int(port))
+    family, target = _target(os.fsdecode(address))
     connection = socket.socket(family)
     try:
         connection.settimeout(max(1.0, deadline - time.monotonic()))

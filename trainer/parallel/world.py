@@ -8,10 +8,15 @@ from typing import NamedTuple
 
 from trainer.errors import UserError
 
-_DIGITS = 9  # of a number of ranks
+_DIGITS = 9  # of a number of ranks, or of seconds
+_JOIN_SECONDS = 1800  # as MindSpore waits
 
 LOCAL_SIZE_VARIABLE = "RUN_TRAINER_LOCAL_SIZE"
 """Number of workers on this host, which msrun does not set for its workers."""
+
+
+RENDEZVOUS_VARIABLE = "RUN_TRAINER_RENDEZVOUS"
+"""Path of the Unix socket at which the ranks of a job on one node meet; the launcher sets it."""
 
 
 class World(NamedTuple):
@@ -81,6 +86,30 @@ def world_from_environment(environment: Mapping[str, str] | None = None) -> Worl
     else:
         local_rank = rank % local_size
     return World(rank, size, local_rank, local_size)
+
+
+def longest_join_seconds() -> int:
+    """Returns how long the ranks of a job wait for each other at the start: MS_TOPO_TIMEOUT, which msrun sets.
+
+    Raises:
+        UserError: It is not a positive integer.
+    """
+    if "MS_TOPO_TIMEOUT" not in os.environ:
+        return _JOIN_SECONDS
+    return _number(os.environ, "MS_TOPO_TIMEOUT", 1)
+
+
+def rendezvous_address() -> str:
+    """Returns the address of the rendezvous of this process's job: the launcher's, or where msrun's scheduler would be.
+    """
+    if path := os.environ.get(RENDEZVOUS_VARIABLE):
+        return path
+    return f"{os.environ.get('MS_SCHED_HOST', '127.0.0.1')}:{os.environ.get('MS_SCHED_PORT', '8118')}"
+
+
+def is_scheduler() -> bool:
+    """Returns whether this process is the scheduler that msrun starts beside the ranks, with the same command."""
+    return os.environ.get("MS_ROLE") == "MS_SCHED"
 
 
 def _number(variables: Mapping[str, str], name: str, least: int, end: int | None = None) -> int:

@@ -22,6 +22,7 @@ from trainer.checkpoint.store import check_checkpoint_folder, rename_old_checkpo
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
 from trainer.config.checks.parallel import resolve_for_job
+from trainer.device.resolve import resolve_device
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
@@ -34,7 +35,7 @@ from trainer.monitors.services import tracker_monitors
 from trainer.monitors.training_state import TrainingStateLog, TrainingStateRecords
 from trainer.ops.select import kernel_notes, on_arrays
 from trainer.optim.freeze import trained_shapes
-from trainer.parallel.world import World, world_from_environment
+from trainer.parallel.world import World, is_scheduler, world_from_environment
 from trainer.plan.ascend import samples_text
 from trainer.plan.render import plan_text
 from trainer.report.monitor import ReportMonitor
@@ -80,6 +81,8 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
         UserError: Bad input (exit code 2).
         RunError: The run failed (exit code 1).
     """
+    if is_scheduler():
+        return _run_scheduler(config)
     world = world_from_environment()
     config = resolve_for_job(config, world)
     heartbeat.start()
@@ -103,6 +106,18 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     from trainer.run.predict import predict
 
     return predict(config, world, prepared.plan.device)
+
+
+def _run_scheduler(config: Config) -> int:
+    """Does what msrun starts a scheduler for, with the command of the ranks; returns the exit code.
+
+    Ranks on a CPU do not need it.
+    """
+    if resolve_device(config) != "CPU":
+        from trainer.parallel.collectives import run_scheduler
+
+        run_scheduler()
+    return EXIT_OK
 
 
 def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[Monitor]) -> int:

@@ -120,7 +120,7 @@ def _run_job(setup: Setup) -> int:
     from trainer.launch.command import launch
     from trainer.run.prepare import build_plan
 
-    build_plan(load_config(str(setup.folder / CONFIG)), world_of(setup.ranks))  # wrong data shows here at once
+    plan = build_plan(load_config(str(setup.folder / CONFIG)), world_of(setup.ranks))  # wrong data shows here at once
     options = LaunchOptions(
         worker_num=setup.ranks,
         local_worker_num=setup.ranks,
@@ -130,7 +130,7 @@ def _run_job(setup: Setup) -> int:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with _stdout_as_stderr():
-            return launch(options)
+            return launch(options, device=plan.device)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

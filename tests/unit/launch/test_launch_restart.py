@@ -59,8 +59,9 @@ def run(
     starts: list[tuple[LaunchOptions, Restart]] = []
 
     def supervise(
-        attempt: LaunchOptions, files: JobFiles, state: JobState, nodes: Nodes, restart: Restart, signals: deque[int]
-    ) -> Outcome:
+        attempt: LaunchOptions, files: JobFiles, state: JobState, nodes: Nodes, restart: Restart, signals: deque[int],
+        device: str,
+    ) -> Outcome:  # fmt: skip
         starts.append((attempt, restart))
         write_outcome(files, state, outcomes[len(starts) - 1])
         return outcomes[len(starts) - 1]
@@ -77,7 +78,7 @@ def run(
     way = RestartPlan(tmp_path, lambda: f"step-{len(starts)}", resumed, fewer)
     signals: deque[int] = deque()
     with command.collect_signals(signals):
-        return command._start_and_restart(options, job_files(tmp_path, 0, 1), way, signals), starts
+        return command._start_and_restart(options, job_files(tmp_path, 0, 1), way, signals, "CPU"), starts
 
 
 def test_a_job_that_fails_starts_again_from_its_newest_checkpoint(
