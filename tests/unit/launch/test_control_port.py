@@ -444,6 +444,14 @@ def test_mindspore_waits_an_hour_for_heartbeats_or_as_long_as_the_user_says(
         assert "MS_DISABLE_HEARTBEAT" not in spec["environment"]
 
 
+@pytest.mark.parametrize(("device", "schedulers"), [("CPU", 0), ("Ascend", 1), ("", 1)])
+def test_only_workers_on_a_cpu_need_no_scheduler(
+    options: LaunchOptions, tmp_path: Path, device: str, schedulers: int
+) -> None:
+    specs = worker_specs(options, job_files(tmp_path, 0, 2), device=device)
+    assert len(specs) == len(options.ranks) + schedulers and (None in specs) == bool(schedulers)
+
+
 def test_workers_do_not_get_it(options: LaunchOptions, tmp_path: Path) -> None:
     for spec in worker_specs(options, job_files(tmp_path, 0, 2)).values():
         assert "RUN_TRAINER_SECRET" in spec["unset"] and "RUN_TRAINER_SECRET" not in spec["environment"]
