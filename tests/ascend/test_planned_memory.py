@@ -24,14 +24,17 @@ NAMES = (
     "graph: dense, dp 8, level1",
     "graph: dense, tp 2 dp 4, level3, mlp recomputed",
 )
-CASES = {
-    name: OnAscend(Case(LAYOUTS[name].text), LAYOUTS[name].ranks, LAYOUTS[name].rank) for name in NAMES
-}  # fmt: skip
+# A layer of a graph costs seconds.
+SMALLER = {
+    name: LAYOUTS[name]._replace(model=LAYOUTS[name].model | ({"num_layers": 2} if LAYOUTS[name].is_graph else {}))
+    for name in NAMES
+}
+CASES = {name: OnAscend(Case(layout.text), layout.ranks, layout.rank) for name, layout in SMALLER.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_is_near_the_peak(bench: Callable[[str], Measurement], name: str) -> None:
     found = bench(name)
     assert found.failure is None
-    compared = Comparison(planned_parts(name, LAYOUTS[name]), found.peak_bytes, found.seconds)
+    compared = Comparison(planned_parts(name, SMALLER[name]), found.peak_bytes, found.seconds)
     assert compared.ratio == pytest.approx(1, abs=PLANNED_MEMORY)

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from fork_server import FORKED, ensure_server
 from run_helpers import PROGRAM, write_config, write_corpus
 
 ROOT = Path(PROGRAM).parent
@@ -134,8 +135,10 @@ def test_the_hook_tries_what_differs_from_head(repository: Path):
 
 
 def test_several_files_and_a_folder_have_one_list_and_the_code_of_the_worst(repository: Path, tmp_path: Path):
-    command = [sys.executable, str(PROGRAM), "smoke", "changed", "same/run.yaml", "--json", "--steps", "2",
+    program = ROOT / "tests" / "parallel" / "forked_workers.py"
+    command = [sys.executable, str(FORKED), str(program), "smoke", "changed", "same/run.yaml", "--json", "--steps", "2",
                "--output_dir", str(tmp_path / "out"), "--seed", "3"]  # fmt: skip
+    ensure_server()
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=600)
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
