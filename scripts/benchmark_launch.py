@@ -29,7 +29,7 @@ from trainer.launch.msrun import pick_free_port
 from trainer.monitors.jsonl import read_metrics_records
 
 MANY, FEW = 8, 2
-START_LIMIT = 1.3
+START_LIMIT = 1.0
 # A minimal job: what every worker must do before training.
 MINIMAL = """
 import sys, time

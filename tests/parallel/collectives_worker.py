@@ -56,7 +56,7 @@ def main(folder: Path) -> None:
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
     set_up_cpu_threads()  # as a run does; without it most of the time goes into threads that poll
-    on_device = collectives.join_through_mindspore(world)  # its scheduler has the usual address
+    on_device = collectives.join_through_mindspore(world)  # it uses msrun's port
     os.environ[RENDEZVOUS_VARIABLE] = str(folder / "rendezvous")
     communicator = Communicator(collectives.init_process_group(world))
     group = communicator.group

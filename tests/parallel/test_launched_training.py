@@ -19,6 +19,7 @@ import pytest
 from fork_server import ensure_server
 from launch_helpers import FORKED_MSRUN, LIMIT_SECONDS, PROGRAM, Launcher
 from msrun_helpers import run_job
+from ports import free_port
 from tolerances import LONG_RUN_LOSSES, RUN_LOCAL_NORMS, RUN_NEAR_ZERO, DecoderLimits, decoder_limits
 
 from trainer.errors import EXIT_HANG
@@ -92,13 +93,13 @@ def checkpoints(output: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def pid(job: Launcher, rank: int) -> int | None:
+def pid(job: Launcher, rank: int, folder: str = "job") -> int | None:
     """Returns the process of a rank; None before it runs, and while a job that begins anew renames its old files."""
     try:
-        state = json.loads((job.logs / "job" / "state.json").read_text())
+        state = json.loads((job.logs / folder / "state.json").read_text())
     except FileNotFoundError:
         return None
-    return state["workers"][rank]["pid"]
+    return {worker["rank"]: worker["pid"] for worker in state["workers"]}[rank]
 
 
 def limits_of(config: Path) -> DecoderLimits:
@@ -284,6 +285,32 @@ def test_a_growing_batch_is_that_of_one_process(tmp_path: Path) -> None:
     batches = column(step_records(output), "global_batch_size")
     assert batches == column(step_records(alone), "global_batch_size")
     assert batches[0] == 4 < batches[6] < max(batches) == 16
+    assert_same_training(output, alone, set())
+
+
+def test_two_nodes_train_like_one_process_and_start_again_together(tmp_path: Path) -> None:
+    """The ranks meet at a port and connect over TCP, a second time after one of them was killed."""
+    saved = {"type": "CheckpointMonitor", "save_checkpoint_steps": SAVED_EVERY}
+    changes = {"runner_config": {"batch_size": 2, "epochs": 5000}, "callbacks": [saved],
+               "train_dataset.data_loader.num_samples": 80, "train_dataset.held_out": 0}  # fmt: skip
+    data, output = write_corpus(tmp_path / "data"), tmp_path / "job" / "output"
+    config, port = write_config(tmp_path / "job", data, changes), free_port()
+    nodes = []
+    for node in range(2):
+        flags = ["--local_worker_num", 1, "--node_rank", node, "--master_port", port, "--max_restarts", 1]
+        (tmp_path / f"node-{node}").mkdir()
+        nodes.append(launch(tmp_path / f"node-{node}", 2, config, *flags))
+    marker = output / "checkpoints" / f"step-{SAVED_EVERY:08d}" / "COMPLETE"
+    nodes[1].wait_until(lambda: nodes[1].process.poll() is not None or marker.exists(), JOB_SECONDS)
+    os.kill(pid(nodes[1], 1, "job-node-1"), signal.SIGKILL)
+    nodes[0].wait_until(lambda: nodes[0].process.poll() is not None or len(restarts(output)) > 0, JOB_SECONDS)
+    (again,) = restarts(output)
+    assert again["step"] > 1 and again["step"] % SAVED_EVERY == 0
+    going_on(nodes[0], output, again["step"] + 3).process.terminate()
+    assert [node.end(JOB_SECONDS) for node in nodes] == [128 + signal.SIGTERM] * 2
+    done = step_records(output)[-1]["step"]
+    alone = train(write_config(tmp_path / "alone", data, changes), runner_config__batch_size=4,
+                  runner_config__stop_step=done)  # fmt: skip
     assert_same_training(output, alone, set())
 
 

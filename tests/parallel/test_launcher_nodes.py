@@ -80,7 +80,7 @@ def test_both_start_again_together(tmp_path: Path) -> None:
 
 
 def test_workers_of_nodes_with_different_secrets_never_start(tmp_path: Path) -> None:
-    """MindSpore's scheduler would let them train together."""
+    """Ranks would train together: what they meet through asks for no secret."""
     port = free_port()
     both = [
         start_node(tmp_path, node, port, 5, RUN_TRAINER_SECRET=str(node) * 16, RUN_TRAINER_TIME_SCALE="0.2")

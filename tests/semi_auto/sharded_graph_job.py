@@ -23,7 +23,7 @@ from trainer.config import parse_config  # noqa: E402
 from trainer.device.threads import set_up_cpu_threads  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.communicator import Communicator  # noqa: E402
-from trainer.parallel.world import RENDEZVOUS_VARIABLE, world_from_environment  # noqa: E402
+from trainer.parallel.world import RENDEZVOUS_VARIABLE, is_scheduler, world_from_environment  # noqa: E402
 from trainer.semi_auto.shards import ShardedParameters  # noqa: E402
 from trainer.semi_auto.training import graph_batch  # noqa: E402
 
@@ -34,11 +34,10 @@ def main(folder: Path) -> None:
     configs = {name: parse_config("semi", json.dumps(given)) for name, given in cases.items()}
     # Before the device is set: from then on MindSpore keeps its name elsewhere. The scheduler runs this script as well
     # as far as the workers' meeting, and has no graph.
-    scheduler = os.environ.get("MS_ROLE") == "MS_SCHED"
-    graphs = {} if scheduler else {name: sharded_graph(config, world) for name, config in configs.items()}
+    graphs = {} if is_scheduler() else {name: sharded_graph(config, world) for name, config in configs.items()}
     mindspore.set_device("CPU")
     set_up_cpu_threads()
-    collectives.join_through_mindspore(world)  # for the collectives of the graphs; its scheduler has the usual address
+    collectives.join_through_mindspore(world)  # for the graphs; it uses msrun's port
     os.environ[RENDEZVOUS_VARIABLE] = str(folder / "rendezvous")
     communicator = Communicator(collectives.init_process_group(world))
     known: set[str] = set()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import mmap
-import os
 import resource
 
 import mindspore
 
 from trainer.device.doctor import total_memory_bytes
+from trainer.parallel.world import is_scheduler
 
 _MOST_GIB = 512
 
@@ -27,7 +27,7 @@ def set_up_cpu_pool() -> None:
     msrun's scheduler, which computes nothing. After the first operator it would have no effect.
     """
     size_bytes = reservable_bytes()
-    if os.environ.get("MS_ROLE") == "MS_SCHED" or not size_bytes:
+    if is_scheduler() or not size_bytes:
         return
     mindspore.runtime.set_memory(init_size=f"{size_bytes >> 30}GB", increase_size="1GB")
 

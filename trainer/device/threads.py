@@ -20,6 +20,8 @@ import mindspore
 import numpy as np
 import threadpoolctl
 
+from trainer.parallel.world import is_scheduler
+
 _RUNTIME_SETTINGS = "MS_DEV_RUNTIME_CONF"
 _FEWEST_DISPATCH_THREADS = 2
 _MOST_DISPATCH_THREADS = 5  # MindSpore's own default where there are cores enough
@@ -37,7 +39,7 @@ def set_up_cpu_threads() -> None:
     - No runtime pipeline: its launch queue polls at full speed.
     """
     mindspore.runtime.launch_blocking()
-    if _RUNTIME_SETTINGS in os.environ or os.environ.get("MS_ROLE") == "MS_SCHED":
+    if _RUNTIME_SETTINGS in os.environ or is_scheduler():
         return  # the user knows better, or msrun's scheduler computes nothing
     threads = min(max(_FEWEST_DISPATCH_THREADS, len(os.sched_getaffinity(0))), _MOST_DISPATCH_THREADS)
     os.environ[_RUNTIME_SETTINGS] = "pipeline:False"

@@ -20,6 +20,7 @@ from trainer.launch.heartbeat import DUMP_SIGNAL
 from trainer.launch.processes import catches, kill_group, start_session
 from trainer.launch.terminal import WorkerTerminal
 from trainer.launch.wire import AgentMessage, Channel, scale_timeout, wakeup_pipe
+from trainer.parallel.world import is_scheduler
 
 SOCKET_VARIABLE = "RUN_TRAINER_LAUNCHER"
 """Environment variable with the path of the launcher's socket."""
@@ -40,7 +41,7 @@ def run_agent() -> int:
         return _STARTED_TOO_LATE
     channel = Channel(connection)
     role = "worker"
-    if os.environ.get("MS_ROLE") == "MS_SCHED":
+    if is_scheduler():
         role = "scheduler"
     channel.send({"hello": role, "rank": int(os.environ.get("RANK_ID", "0")), "pid": os.getpid()})
     return _Agent(channel).serve()

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "run_trainer.py"
 
 SHARED_PORT = 8118
-"""The scheduler's port where several nodes must agree on one and none is given: msrun's own default."""
+"""The port where the ranks meet if several nodes must agree on one and none is given: msrun's own default."""
 
 LOG_FOLDER = "msrun_log"
 """The folder of logs in the folder of a run."""
@@ -178,7 +178,7 @@ _OPTIONS: Mapping[str, _Option] = {
         "INT", "Workers on all nodes together; default 8. Another name: --worker_num.", _integer, "worker_num"
     ),
     "local_worker_num": _Option("INT", "Workers on this node; default: all of them.", _integer),
-    "master_addr": _Option("HOST", "Where the scheduler runs: node 0; default 127.0.0.1.", lambda where, host: host),
+    "master_addr": _Option("HOST", "Node 0, where the ranks meet; default 127.0.0.1.", lambda where, host: host),
     "master_port": _Option("PORT", "Its port; default: a free one on one node, 8118 on several.", _integer),
     "node_rank": _Option("INT", "Which node this is, from 0.", _integer),
     "log_dir": _Option(

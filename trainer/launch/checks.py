@@ -1,6 +1,6 @@
 """Checks a job before any process of it starts: an error ends it with exit code 2 within a second.
 
-Without these checks a worker that cannot start, a scheduler that cannot listen, or too little memory would show only
+Without these checks a worker that cannot start, a port that is in use, or too little memory would show only
 minutes later, in one of many logs.
 """
 
@@ -161,7 +161,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
-    """Checks the scheduler's port: it listens on node 0, and the other nodes only connect to it."""
+    """Checks the port where the ranks meet: node 0 listens on it, and the other nodes only connect to it."""
     port = options.master_port
     if port is not None and not 1 <= port <= _LAST_PORT:
         fix = "leave it out: a free port is then picked, or 8118 with several nodes"
@@ -170,7 +170,7 @@ def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
         return
     reason = listen_error(addresses[0], port or 0)
     if reason == errno.EADDRNOTAVAIL:
-        rule = "is no address of this machine, which is node 0, where the scheduler runs"
+        rule = "is no address of this machine, which is node 0, where the ranks meet"
         fix = "give the address of this machine, or the node_rank that it has"
         raise _error("master_addr", options.master_addr, rule, fix)
     if port is None or not reason:

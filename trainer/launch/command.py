@@ -62,7 +62,7 @@ from trainer.launch.processes import adopt_orphans, allow_open_files, is_alive, 
 from trainer.launch.supervisor import Supervisor, collect_signals, stop_signal
 from trainer.launch.terminal import LogTail, Screen, tail_file, tail_pipe, terminal_size
 from trainer.launch.wire import AgentMessage, ListeningSocket, wait_for_data
-from trainer.parallel.world import LOCAL_SIZE_VARIABLE, RENDEZVOUS_VARIABLE
+from trainer.parallel.world import LOCAL_SIZE_VARIABLE
 
 _DETACHED_START_SECONDS = 20.0
 _RECONNECT_SECONDS = 600
@@ -93,7 +93,7 @@ def launch(options: LaunchOptions, restart_plan: RestartPlan | None = None, devi
     """Runs a job on this host and returns its exit code: that of the first worker that failed, or of the signal.
 
     Args:
-        restart_plan: Of `check_launch`; only a job on one node without restarts needs none.
+        restart_plan: What `check_launch` returns; only a job on one node without restarts needs none.
         device: Of the workers; empty if they may use any.
 
     Raises:
@@ -225,9 +225,6 @@ def _supervise(
     workers = {rank: WorkerHandle(rank) for rank in options.ranks}
     with scratch_folder() as folder, socket.socket(socket.AF_UNIX) as listening:
         scratch = Path(folder)
-        if options.nodes == 1:
-            for rank in options.ranks:
-                specs[rank]["environment"][RENDEZVOUS_VARIABLE] = str(scratch / "rendezvous")
         listening.bind(os.fspath(socket_path(scratch)))  # only this user's processes reach it: its folder is private
         pool = WorkerPool(workers, WorkerHandle(None), ListeningSocket(listening), specs, files.folder)
         screen = _screen(specs[options.ranks[0]], scratch)
@@ -269,8 +266,6 @@ def worker_specs(
     unset = [SOCKET_VARIABLE, SECRET_VARIABLE]
     if ENCODING_VARIABLE not in os.environ:
         unset.append(ENCODING_VARIABLE)
-    if options.nodes > 1:
-        unset.append(RENDEZVOUS_VARIABLE)  # of a job that this one is part of
     unset_for_workers = list(unset)
     if not options.needs_msrun:
         unset_for_workers += _CLUSTER_VARIABLES
@@ -307,8 +302,9 @@ def worker_specs(
 def _worker_environment(threads: int) -> dict[str, str]:
     """Returns PATH and encoding of the user, at most `threads` threads, and a long wait for heartbeats.
 
-    By default MindSpore's scheduler ends a job whose machine was suspended for 30 s. The launchers detect dead and hung
-    workers themselves. Without heartbeats (MS_DISABLE_HEARTBEAT=1) one of eight jobs ended with SIGSEGV.
+    By default MindSpore's scheduler, which ranks on CPUs do not use, ends a job whose machine was suspended for 30 s.
+    The launchers detect dead and hung workers themselves. Without heartbeats (MS_DISABLE_HEARTBEAT=1) one of eight jobs
+    ended with SIGSEGV.
     """
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
     environment[_HEARTBEAT] = os.environ.get(_HEARTBEAT, str(_HEARTBEAT_SECONDS))

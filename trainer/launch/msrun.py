@@ -19,6 +19,7 @@ from trainer.launch.arguments import PROGRAM, REPOSITORY, LaunchOptions
 from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.job import JobFiles
 from trainer.launch.processes import start_session
+from trainer.parallel.world import RENDEZVOUS_VARIABLE
 
 MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
 """Environment variable with a Python file to start in the place of MindSpore's msrun, with the same arguments."""
@@ -102,6 +103,9 @@ def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path) -> subpr
     search = f"{scratch}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = {**os.environ, "PATH": search, SOCKET_VARIABLE: str(socket_path(scratch))}
     environment.pop(SECRET_VARIABLE, None)  # for launchers alone
+    environment.pop(RENDEZVOUS_VARIABLE, None)  # of a job that this one is part of
+    if options.nodes == 1:
+        environment[RENDEZVOUS_VARIABLE] = str(scratch / "rendezvous")
     if options.needs_msrun:
         _write_shim(scratch)
         msrun = ["-m", "mindspore.parallel.cluster.run"]

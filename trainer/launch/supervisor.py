@@ -172,7 +172,9 @@ class Supervisor:
         self._handle_signals(now)
         for event in self.nodes.poll(now):
             self._handle_event(event, now)
-        if self.pool.poll() or now >= timers.look_at:
+        if self.pool.poll():
+            self._write_state()
+        if now >= timers.look_at:
             timers.look_at = now + _LOOK_SECONDS
             if self.pool.read_files():
                 timers.moved_at = now

@@ -22,7 +22,8 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from trainer.errors import RunError
 
@@ -39,7 +40,9 @@ _HELLO = struct.Struct("<16sII")  # what a rank says to rank 0: a fixed word, it
 _WORD = b"run_trainer 1"
 _WELCOME = b"+"
 _UNWELCOME = b"-"
+_HELLO_SECONDS = 2  # a rank says it as soon as it is connected
 _RETRY_SECONDS = 0.02
+_SEE_LOGS = "see the logs of the ranks; --cluster_time_out sets the limit"
 _BACKLOG = 1024
 _LENGTH_BYTES = 4
 _LONGEST_BYTES = 1 << 20  # of what a rank shares at a rendezvous
@@ -307,6 +310,9 @@ class Rendezvous:
             for other in range(1, self.ranks):
                 self.sockets[other].sendall(answer)
             return gathered
+        except TimeoutError as error:
+            rule = f"rank {self.rank} has waited {self.limit_seconds:g} s for rank {other}, which waits or hangs"
+            raise RunError(rule, fix=_SEE_LOGS) from error
         except OSError as error:
             raise connection_lost(f"rank {self.rank} lost rank {other} while the ranks joined") from error
 
@@ -329,14 +335,16 @@ class Rendezvous:
                     connection, _ = listening.accept()
                 except TimeoutError as error:
                     missing = ", ".join(str(rank) for rank in range(1, self.ranks) if rank not in self.sockets)
-                    rule = f"rank 0 has waited {self.limit_seconds:g} s for other ranks, without a word of {missing}"
-                    raise RunError(rule, fix="see their logs; --cluster_time_out sets the limit") from error
+                    rule = f"rank 0 has waited {self.limit_seconds:g} s for other ranks; these have not come: {missing}"
+                    raise RunError(rule, fix=_SEE_LOGS) from error
+                except OSError as error:
+                    raise RunError(f"rank 0 cannot accept the connection of another rank: {error}") from error
                 self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
         """Keeps the connection of a rank that is awaited, and closes any other."""
         with contextlib.suppress(OSError):
-            connection.settimeout(_HANDSHAKE_SECONDS)
+            connection.settimeout(_HELLO_SECONDS)
             word, rank, ranks = _HELLO.unpack(_receive(connection, _HELLO.size))
             if word.rstrip(b"\0") == _WORD:
                 if ranks == self.ranks and 0 < rank < ranks and rank not in self.sockets:
@@ -352,23 +360,28 @@ class Rendezvous:
         while True:
             family, target = _target(self.address)
             connection = socket.socket(family)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it may get rank 0's port as its own
             try:
                 connection.settimeout(max(self.deadline - time.monotonic(), _RETRY_SECONDS))
                 connection.connect(target)
+                if connection.getsockname() == connection.getpeername():
+                    raise ConnectionRefusedError("it connected to itself")
                 connection.sendall(_HELLO.pack(_WORD, self.rank, self.ranks))
                 answer = _receive(connection, 1)
+                if answer not in (_WELCOME, _UNWELCOME):
+                    raise ConnectionRefusedError("another program listens there")
             except OSError as error:
                 connection.close()
                 if time.monotonic() > self.deadline:
                     what = f"rank {self.rank} cannot join the {self.ranks} ranks of the job"
                     rule = f"{what}: no answer of rank 0 at {self.address} within {self.limit_seconds:g} s ({error})"
-                    raise RunError(rule, fix="see its log; --cluster_time_out sets the limit") from error
+                    raise RunError(rule, fix=_SEE_LOGS) from error
                 time.sleep(_RETRY_SECONDS)
                 continue
             if answer == _WELCOME:
                 return connection
             connection.close()
-            rule = f"rank 0 has another rank {self.rank} already, or is of a job without {self.ranks} ranks"
+            rule = f"rank 0 has another rank {self.rank} already, or its job does not have {self.ranks} ranks"
             raise RunError(rule, fix="start the job with `run_trainer.py launch`")
 
 
@@ -383,12 +396,13 @@ def _receive_block(connection: socket.socket) -> bytes:
     return _receive(connection, length)
 
 
-def _target(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+def _target(address: str) -> tuple[socket.AddressFamily, Any]:
     """Returns the family of an address and what a socket of that connects to: the path of a socket, or HOST:PORT."""
     if address.startswith("/"):
         return socket.AF_UNIX, address
     host, _, port = address.rpartition(":")
-    return socket.AF_INET, (host, int(port))
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    return family, target
 
 
 @contextlib.contextmanager
@@ -400,7 +414,7 @@ def _listen_at(address: str) -> Iterator[socket.socket]:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do no harm
         listening.bind(target)
         if isinstance(target, str):
-            stack.callback(os.unlink, target)
+            stack.callback(Path(target).unlink, missing_ok=True)
         listening.listen(_BACKLOG)
         yield listening
 
@@ -494,9 +508,10 @@ def _listening(on_one_host: bool) -> Iterator[tuple[socket.socket, bytes]]:
 
 
 def _host_address() -> str:
-    """Returns the address of this host in the network of the job's scheduler."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MS_SCHED_HOST", "127.0.0.1"), 9))  # sends nothing
+    """Returns the address of this host in the network that leads to node 0."""
+    family, target = _target(f"{os.environ.get('MS_SCHED_HOST', '127.0.0.1')}:9")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
         return probe.getsockname()[0]
 
 

@@ -22,7 +22,6 @@ from trainer.checkpoint.store import check_checkpoint_folder, rename_old_checkpo
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
 from trainer.config.checks.parallel import resolve_for_job
-from trainer.device.resolve import resolve_device
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
@@ -42,7 +41,7 @@ from trainer.report.monitor import ReportMonitor
 from trainer.report.starts import StartMonitor
 from trainer.run.evaluate import run_evaluation
 from trainer.run.generation import Sampler
-from trainer.run.prepare import PreparedRun, local_shard_specs, prepare_run, print_note
+from trainer.run.prepare import PreparedRun, end_scheduler, local_shard_specs, prepare_run, print_note
 from trainer.run.training import (
     Engine,
     Events,
@@ -82,7 +81,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
         RunError: The run failed (exit code 1).
     """
     if is_scheduler():
-        return _run_scheduler(config)
+        end_scheduler(config)
     world = world_from_environment()
     config = resolve_for_job(config, world)
     heartbeat.start()
@@ -106,18 +105,6 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     from trainer.run.predict import predict
 
     return predict(config, world, prepared.plan.device)
-
-
-def _run_scheduler(config: Config) -> int:
-    """Does what msrun starts a scheduler for, with the command of the ranks; returns the exit code.
-
-    Ranks on a CPU do not need it.
-    """
-    if resolve_device(config) != "CPU":
-        from trainer.parallel.collectives import run_scheduler
-
-        run_scheduler()
-    return EXIT_OK
 
 
 def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[Monitor]) -> int:

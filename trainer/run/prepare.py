@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import preflight
 from trainer.config.checks.adapters import cell_problems, vocabulary_device_problems
@@ -19,6 +19,7 @@ from trainer.config.checks.rules import average_keys
 from trainer.config.checks.unsupported import offload_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.resolve import resolve_device
+from trainer.errors import EXIT_OK
 from trainer.launch import heartbeat
 from trainer.models.spec.shapes import base_dtypes
 from trainer.monitors import formatting
@@ -140,6 +141,21 @@ def select_execution_mode(config: Config, world: World) -> ExecutionMode:
 
         return SemiAutoBackend(config, world)
     return ExplicitBackend(config, world)
+
+
+def end_scheduler(config: Config) -> NoReturn:
+    """Ends the process that msrun starts with the command of the ranks, to tell them each other's addresses.
+
+    It waits until ranks on a device have ended; those on a CPU do not need it, and a single one does not.
+
+    Raises:
+        SystemExit: With exit code 0.
+    """
+    if world_from_environment().size > 1 and resolve_device(config) != "CPU":
+        from trainer.parallel.collectives import run_scheduler
+
+        run_scheduler()
+    sys.exit(EXIT_OK)
 
 
 def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:

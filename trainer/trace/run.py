@@ -19,8 +19,8 @@ from trainer.monitors.files import make_folder
 from trainer.ops.select import precision_of
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.world import World, world_from_environment
-from trainer.run.prepare import local_shard_specs, prepare_run
+from trainer.parallel.world import World, is_scheduler, world_from_environment
+from trainer.run.prepare import end_scheduler, local_shard_specs, prepare_run
 from trainer.run.training import require_training_batches
 from trainer.trace.checks import check_pattern, trace_problems, with_sublayers
 from trainer.trace.page import PAGE
@@ -44,6 +44,8 @@ def record_trace(
     Raises:
         UserError: The run could not start, or cannot be traced.
     """
+    if is_scheduler():
+        end_scheduler(config)
     world = world_from_environment()
     config = with_sublayers(resolve_for_job(config, world))
     heartbeat.start()

@@ -96,7 +96,7 @@ def test_who_is_missing_is_named_after_the_time_limit(address: str, monkeypatch:
     ranks = 4
     with ThreadPoolExecutor(ranks) as pool:
         waiting = [pool.submit(meet, rank, ranks, address, limit_seconds=0.5) for rank in (0, 2)]
-        with pytest.raises(RunError, match="waited 0.5 s for other ranks, without a word of 1, 3"):
+        with pytest.raises(RunError, match="waited 0.5 s for other ranks; these have not come: 1, 3"):
             waiting[0].result(LIMIT_SECONDS)
         with pytest.raises(RunError):
             waiting[1].result(LIMIT_SECONDS)

@@ -1,7 +1,7 @@
 """The connections between the launchers of several nodes: a failure or a lost connection ends the job on all nodes.
 
 Node 0 listens, the others connect to it, and it forwards what each of them says. Each side sends a heartbeat every
-second. The workers communicate through MindSpore's cluster, and not here.
+second. The workers communicate with each other, and not here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.launch.control.secret import SECRET_VARIABLE, make_secret, read_sec
 from trainer.launch.wire import ListeningSocket, scale_timeout
 
 CONTROL_PORT_VARIABLE = "RUN_TRAINER_CONTROL_PORT"
-"""Environment variable with the port of node 0's launcher; by default that after the scheduler's."""
+"""Environment variable with the port of node 0's launcher; by default that after `--master_port`."""
 
 _BEAT_SECONDS = 1.0
 _CALL_SECONDS = 0.3  # of one try to reach node 0, and until the next
