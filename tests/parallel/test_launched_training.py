@@ -49,13 +49,15 @@ STAGES = {"pipeline_stage": 2, "micro_batch_num": 2, "model_parallel": 2, "use_s
 
 
 def launch(folder: Path, ranks: int, config: Path, *flags: object, forked: bool = True, **environment: str) -> Launcher:
-    """Starts a job whose logs lie in `folder`. `forked`: its workers have imported MindSpore already."""
+    """Starts a job whose logs lie in `folder`. `forked`: msrun, of several nodes, and the workers have imported
+    MindSpore already."""
     words = ["launch", "--nproc", ranks, "--log_dir", "logs", "--force", "--config", config, *flags]
     program = PROGRAM
     if forked:
         ensure_server()
         program = Path(__file__).with_name("forked_workers.py")
-        environment = {MSRUN_VARIABLE: str(FORKED_MSRUN)} | environment
+        if "--node_rank" in flags:
+            environment = {MSRUN_VARIABLE: str(FORKED_MSRUN)} | environment
     return Launcher(folder, [sys.executable, str(program), *map(str, words)], environment)
 
 
@@ -231,6 +233,16 @@ def assert_samples(output: Path, alone: Path, signals: int) -> None:
         evaluated = column(eval_records(folder), "step")
         assert steps == sorted(set(steps)) and set(steps) <= set(evaluated)
         assert len(steps) >= len(evaluated) - cut, (steps, evaluated)
+
+
+def test_ranks_save_and_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    changes = {"runner_config.epochs": 5000, "runner_config.batch_size": 2}
+    config, output = write_config(tmp_path, write_corpus(tmp_path / "data"), changes), tmp_path / "output"
+    job = going_on(launch(tmp_path, 2, config), output, 3)
+    job.process.kill()
+    job.wait_until(lambda: not job.family())
+    (saved,) = checkpoints(output)
+    assert saved == f"step-{step_records(output)[-1]['step']:08d}"
 
 
 def test_a_rank_that_stands_still_is_a_hang(tmp_path: Path) -> None:

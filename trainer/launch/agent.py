@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from typing import BinaryIO
 
 from trainer.launch.heartbeat import DUMP_SIGNAL
@@ -45,6 +46,19 @@ def run_agent() -> int:
         role = "scheduler"
     channel.send({"hello": role, "rank": int(os.environ.get("RANK_ID", "0")), "pid": os.getpid()})
     return _Agent(channel).serve()
+
+
+def start_agents(command: Sequence[str], ranks: Sequence[str]) -> None:
+    """Starts an agent for each rank of this node, as msrun does, and waits until they have ended.
+
+    Each has a session of its own, and survives the end of this process.
+    """
+    agents = []
+    for place, rank in enumerate(ranks):
+        environment = {**os.environ, "RANK_ID": rank, "DEVICE_ID": str(place)}
+        agents.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True))
+    for agent in agents:
+        agent.wait()
 
 
 def _pass(number: int, frame: object) -> None:

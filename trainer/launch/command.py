@@ -49,6 +49,7 @@ from trainer.launch.job import (
     write_outcome,
 )
 from trainer.launch.msrun import (
+    CLUSTER_VARIABLES,
     ENCODING_VARIABLE,
     SCHEDULER,
     pick_free_port,
@@ -74,7 +75,6 @@ _FILES_OF_A_PROCESS = 256
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _HEARTBEAT = "MS_NODE_TIMEOUT"
 _HEARTBEAT_SECONDS = 3600  # how long MindSpore's scheduler waits for one
-_CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
 class Restart(NamedTuple):
@@ -228,7 +228,7 @@ def _supervise(
         listening.bind(os.fspath(socket_path(scratch)))  # only this user's processes reach it: its folder is private
         pool = WorkerPool(workers, WorkerHandle(None), ListeningSocket(listening), specs, files.folder)
         screen = _screen(specs[options.ranks[0]], scratch)
-        msrun = start_msrun(options, files, scratch)
+        msrun = start_msrun(options, files, scratch, device)
         return Supervisor(options, pool, msrun, files, state, nodes, screen, signals).run()
 
 
@@ -268,7 +268,7 @@ def worker_specs(
         unset.append(ENCODING_VARIABLE)
     unset_for_workers = list(unset)
     if not options.needs_msrun:
-        unset_for_workers += _CLUSTER_VARIABLES
+        unset_for_workers += CLUSTER_VARIABLES
     specs: dict[int | None, AgentMessage] = {}
     for place, rank in enumerate(options.ranks):
         local_cores = worker_cores(cores, place, options.local_worker_num)

@@ -27,10 +27,14 @@ MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
 ENCODING_VARIABLE = "PYTHONIOENCODING"
 """Environment variable that msrun gets from the launcher; workers get it as the user has set it."""
 
+CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
+"""What msrun sets for MindSpore's cluster."""
+
 # Isolated from the working directory and from PYTHON* variables: an agent needs the standard library and this package.
 _IN_REPOSITORY = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})"
 _RUN_AGENT = f"{_IN_REPOSITORY}; from trainer.launch.agent import run_agent; sys.exit(run_agent())"
 _AGENT = [sys.executable, "-I", "-c", _RUN_AGENT]
+_RUN_AGENTS = f"{_IN_REPOSITORY}; from trainer.launch.agent import start_agents; start_agents({_AGENT!r}, sys.argv[1:])"
 _TRAINER = f"{_IN_REPOSITORY}; from trainer.cli.main import program; program()"
 
 # The scheduler only exchanges the addresses of workers. MindSpore's C++ part alone loads in a fifth of the time. So it
@@ -94,11 +98,12 @@ def trainer_command() -> list[str]:
     return [sys.executable, "-u", "-c", _TRAINER]
 
 
-def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path) -> subprocess.Popen:
+def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path, device: str) -> subprocess.Popen:
     """Starts msrun, or its stand-in, in a session of its own, because a terminal's Ctrl-C is for the launcher.
 
-    msrun does not learn what the workers run: the launcher tells their agents. For a single worker only an agent
-    starts.
+    msrun does not learn what the workers run: the launcher tells their agents. Workers on the CPU of one node need
+    nothing of MindSpore, which msrun takes seconds to load: their agents start without it. For a single worker only an
+    agent starts.
     """
     search = f"{scratch}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = {**os.environ, "PATH": search, SOCKET_VARIABLE: str(socket_path(scratch))}
@@ -106,7 +111,13 @@ def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path) -> subpr
     environment.pop(RENDEZVOUS_VARIABLE, None)  # of a job that this one is part of
     if options.nodes == 1:
         environment[RENDEZVOUS_VARIABLE] = str(scratch / "rendezvous")
-    if options.needs_msrun:
+    if options.needs_msrun and device == "CPU" and options.nodes == 1 and not os.environ.get(MSRUN_VARIABLE):
+        for name in CLUSTER_VARIABLES:  # of a job that this one is part of
+            environment.pop(name, None)
+        environment["MS_WORKER_NUM"] = str(options.worker_num)
+        environment["MS_TOPO_TIMEOUT"] = str(options.cluster_time_out)
+        command = [sys.executable, "-I", "-c", _RUN_AGENTS, *map(str, options.ranks)]
+    elif options.needs_msrun:
         _write_shim(scratch)
         msrun = ["-m", "mindspore.parallel.cluster.run"]
         if os.environ.get(MSRUN_VARIABLE):
