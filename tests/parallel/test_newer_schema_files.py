@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from fork_server import REPOSITORY
-from launch_helpers import FORKED_MSRUN, forked_python
+from launch_helpers import forked_python
 
 from trainer.cli.main import dispatch
-from trainer.launch.msrun import MSRUN_VARIABLE
 
 FILES = sorted((REPOSITORY / "configs" / "pynative").glob("*.yaml"))
 PROGRAM = Path(__file__).with_name("forked_workers.py")
@@ -40,7 +38,7 @@ def test_a_small_copy_trains_and_resumes(path: Path, ranks: int, tmp_path: Path)
     arguments = ["smoke", "--config", path, "--ranks", ranks, "--steps", 2, "--json", "--output_dir", tmp_path]
     done = subprocess.run(
         [*forked_python(), PROGRAM, *map(str, arguments)], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, MSRUN_VARIABLE: str(FORKED_MSRUN)}, timeout=TIMEOUT_SECONDS,
+        timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
     verdict = json.loads(done.stdout)
     assert (done.returncode, verdict["result"], verdict["ranks"]) == (0, "pass", ranks), done.stderr
