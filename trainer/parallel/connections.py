@@ -328,7 +328,10 @@ class Rendezvous:
                 listening = stack.enter_context(_listen_at(self.address))
             except OSError as error:
                 rule = f"rank 0 cannot listen at {self.address}, where the other ranks look for it: {error}"
-                raise RunError(rule, fix="give another port with --master_port") from error
+                fix = "give another port with --master_port"
+                if self.address.startswith("/"):
+                    fix = "set TMPDIR to a folder where sockets can be made"
+                raise RunError(rule, fix=fix) from error
             while len(self.sockets) < self.ranks - 1:
                 listening.settimeout(max(self.deadline - time.monotonic(), 1e-3))
                 try:
@@ -358,10 +361,11 @@ class Rendezvous:
     def _reach(self) -> socket.socket:
         """Connects to rank 0, which may not listen yet, or may still be in an earlier rendezvous."""
         while True:
-            family, target = _target(self.address)
-            connection = socket.socket(family)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it may get rank 0's port as its own
+            connection = None
             try:
+                family, target = _target(self.address)
+                connection = socket.socket(family)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it may get rank 0's port as its own
                 connection.settimeout(max(self.deadline - time.monotonic(), _RETRY_SECONDS))
                 connection.connect(target)
                 if connection.getsockname() == connection.getpeername():
@@ -371,7 +375,8 @@ class Rendezvous:
                 if answer not in (_WELCOME, _UNWELCOME):
                     raise ConnectionRefusedError("another program listens there")
             except OSError as error:
-                connection.close()
+                if connection is not None:
+                    connection.close()
                 if time.monotonic() > self.deadline:
                     what = f"rank {self.rank} cannot join the {self.ranks} ranks of the job"
                     rule = f"{what}: no answer of rank 0 at {self.address} within {self.limit_seconds:g} s ({error})"

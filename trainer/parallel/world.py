@@ -10,6 +10,7 @@ from trainer.errors import UserError
 
 _DIGITS = 9  # of a number of ranks, or of seconds
 _JOIN_SECONDS = 1800  # as MindSpore waits
+_MSRUN_PORT = 8118  # msrun's default
 
 LOCAL_SIZE_VARIABLE = "RUN_TRAINER_LOCAL_SIZE"
 """Number of workers on this host, which msrun does not set for its workers."""
@@ -101,10 +102,16 @@ def longest_join_seconds() -> int:
 
 def rendezvous_address() -> str:
     """Returns the address of the rendezvous of this process's job: the launcher's, or where msrun's scheduler would be.
+
+    Raises:
+        UserError: MS_SCHED_PORT is no port.
     """
     if path := os.environ.get(RENDEZVOUS_VARIABLE):
         return path
-    return f"{os.environ.get('MS_SCHED_HOST', '127.0.0.1')}:{os.environ.get('MS_SCHED_PORT', '8118')}"
+    port = _MSRUN_PORT
+    if "MS_SCHED_PORT" in os.environ:
+        port = _number(os.environ, "MS_SCHED_PORT", 1, 1 << 16)
+    return f"{os.environ.get('MS_SCHED_HOST', '127.0.0.1')}:{port}"
 
 
 def is_scheduler() -> bool:

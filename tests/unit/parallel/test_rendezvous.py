@@ -128,6 +128,9 @@ def test_the_address_is_the_launchers_or_that_of_msruns_scheduler(monkeypatch: p
     monkeypatch.setenv("MS_SCHED_HOST", "10.0.0.1")
     monkeypatch.setenv("MS_SCHED_PORT", "9000")
     assert rendezvous_address() == "10.0.0.1:9000"
+    monkeypatch.setenv("MS_SCHED_PORT", "any")
+    with pytest.raises(UserError, match="MS_SCHED_PORT"):
+        rendezvous_address()
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "/tmp/folder/rendezvous")
     assert rendezvous_address() == "/tmp/folder/rendezvous"
 
