@@ -67,6 +67,21 @@ def test_a_limit_of_open_files_that_is_too_low_is_raised(tmp_path: Path) -> None
     assert job.end() == 0 and "error" not in job.errors
 
 
+def test_a_worker_that_fails_at_a_signal_before_its_first_step_is_stopped(tmp_path: Path) -> None:
+    """Like Python, which ends with an error when Ctrl-C interrupts its start."""
+    script = tmp_path / "starting.py"
+    script.write_text(
+        "import sys, time\ntry:\n    print('here', flush=True)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    sys.exit(1)\n"
+    )
+    words = [sys.executable, PROGRAM, "launch", "--nproc", 2, "--log_dir", "logs", "--script", script]
+    job = Launcher(tmp_path, list(map(str, words)), {MSRUN_VARIABLE: str(MSRUN)})
+    job.wait_until(lambda: all("here" in job.log(rank) for rank in range(2)))
+    job.process.send_signal(signal.SIGINT)
+    assert job.end_soon() == 130
+    assert "stopped by SIGINT" in job.errors and "failed first" not in job.errors
+
+
 def test_the_first_failure_ends_the_job_and_is_told(tmp_path: Path) -> None:
     job = launch(tmp_path, 1000, "1@3:exit=7", STAND_IN_SCHEDULER="yes")
     job.wait_for_step(2)

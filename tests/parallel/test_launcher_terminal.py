@@ -68,7 +68,7 @@ def test_rank_0_draws_its_progress(tmp_path: Path) -> None:
     with contextlib.suppress(BlockingIOError):
         seen += os.read(master, 1 << 16)
     text = seen.decode()
-    assert "\r\x1b[Kmsrun starts the workers: 0 of 2 run" in text
+    assert "\r\x1b[Kstarting the workers: 0 of 2 run" in text
     assert "2 workers load MindSpore and find each other" in text
     assert "rank 0 os.terminal_size(columns=90, lines=30)" in text and "now os.terminal_size(columns=70" in text
     assert text.count("\x1b[2Kstep") > 3 and "\x1b[31mlast" in text and "\r\r\n" not in text

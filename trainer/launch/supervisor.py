@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
 from trainer.launch.arguments import LaunchOptions
@@ -373,6 +373,12 @@ class Supervisor:
 
     def _ends(self) -> list[ProcessExit]:
         ends = [worker.end for worker in self.pool.handles if worker.end is not None]
+        stop = self.stop
+        if stop.signal is not None and not self.pool.stepped:
+            # While Python loads it ends with an error at a signal. Before the first step nothing is lost.
+            for place, end in enumerate(ends):
+                if end.at_seconds >= stop.at_seconds:
+                    ends[place] = replace(end, by_launcher=True)
         if self.failures.msrun is None:
             return ends
         return [*ends, self.failures.msrun]

@@ -258,7 +258,7 @@ class Screen:
         if quiet:
             self._show_waiting("")
         elif started < workers:
-            self._show_waiting(f"msrun starts the workers: {started} of {workers} run, {seconds:.0f} s")
+            self._show_waiting(f"starting the workers: {started} of {workers} run, {seconds:.0f} s")
         else:
             self._show_waiting(f"{workers} workers load MindSpore and find each other, {seconds:.0f} s")
 

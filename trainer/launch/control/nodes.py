@@ -310,9 +310,13 @@ def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address, family=family)
     except OSError as error:
-        rule = f"the launchers of the other nodes cannot call there: {error}"
-        fix = "free it, set this variable to another port on all nodes, or give another master_port: it is the next one"
-        raise UserError(rule, key=CONTROL_PORT_VARIABLE, value=port, fix=fix) from None
+        if os.environ.get(CONTROL_PORT_VARIABLE):
+            rule = f"the launchers of the other nodes cannot call there: {error}"
+            fix = "free it, or set this variable to another port on all nodes"
+            raise UserError(rule, key=CONTROL_PORT_VARIABLE, value=port, fix=fix) from None
+        rule = f"the launchers of the other nodes cannot call at the next port, {port}: {error}"
+        fix = f"free it, give another master_port, or set {CONTROL_PORT_VARIABLE} to another port on all nodes"
+        raise UserError(rule, key="master_port", value=options.master_port, fix=fix) from None
     server = NodeServer(
         options=options,
         attempt=attempt,
