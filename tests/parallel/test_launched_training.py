@@ -48,6 +48,13 @@ SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"para
 STAGES = {"pipeline_stage": 2, "micro_batch_num": 2, "model_parallel": 2, "use_seq_parallel": True}
 
 
+SAVING = {
+    "runner_config": {"batch_size": 2, "epochs": 5000},
+    "callbacks": [{"type": "CheckpointMonitor", "save_checkpoint_steps": SAVED_EVERY}],
+    "train_dataset.data_loader.num_samples": 80, "train_dataset.held_out": 0,
+}  # fmt: skip
+
+
 def launch(folder: Path, ranks: int, config: Path, *flags: object, forked: bool = True, **environment: str) -> Launcher:
     """Starts a job whose logs lie in `folder`. `forked`: msrun, of several nodes, and the workers have imported
     MindSpore already."""
@@ -68,11 +75,12 @@ def run(folder: Path, ranks: int, config: Path, *flags: object, **environment: s
     return job
 
 
-def endless(folder: Path, *flags: object, **environment: str) -> Launcher:
-    """Returns a job of two ranks that has done three steps of very many."""
+def endless(folder: Path, *flags: object, forked: bool = False, **environment: str) -> Launcher:
+    """Returns a job of two ranks that has done three steps of very many. Not `forked`: what ends is the worker itself.
+    """
     changes = {"runner_config.epochs": 5000, "runner_config.batch_size": 2}
     config, output = write_config(folder, write_corpus(folder / "data"), changes), folder / "output"
-    job = launch(folder, 2, config, *flags, forked=False, **environment)  # what ends is the worker itself
+    job = launch(folder, 2, config, *flags, forked=forked, **environment)
     return going_on(job, output, 3)
 
 
@@ -146,6 +154,13 @@ def assert_same_training(ours: Path, right: Path, ended_at: set[int]) -> None:
     evaluated, expected = ({each["step"]: each["eval_loss"] for each in eval_records(run)} for run in (ours, right))
     assert evaluated.keys() <= expected.keys() and expected.keys() - evaluated.keys() <= ended_at
     assert evaluated == pytest.approx({step: expected[step] for step in evaluated}, rel=LONG_RUN_LOSSES)
+
+
+def assert_like_one_process(folder: Path, data: Path, output: Path) -> None:
+    """Checks that two ranks with `SAVING` trained what one process with their batch does in `folder`."""
+    alone = train(write_config(folder, data, SAVING), runner_config__batch_size=4,
+                  runner_config__stop_step=step_records(output)[-1]["step"])  # fmt: skip
+    assert_same_training(output, alone, set())
 
 
 def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: Path) -> None:
@@ -236,9 +251,7 @@ def assert_samples(output: Path, alone: Path, signals: int) -> None:
 
 
 def test_ranks_save_and_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
-    changes = {"runner_config.epochs": 5000, "runner_config.batch_size": 2}
-    config, output = write_config(tmp_path, write_corpus(tmp_path / "data"), changes), tmp_path / "output"
-    job = going_on(launch(tmp_path, 2, config), output, 3)
+    job, output = endless(tmp_path, forked=True), tmp_path / "output"
     job.process.kill()
     job.wait_until(lambda: not job.family())
     (saved,) = checkpoints(output)
@@ -256,11 +269,8 @@ def test_a_rank_that_stands_still_is_a_hang(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_lost_for_good_leaves_a_job_of_fewer_with_the_same_batch(tmp_path: Path) -> None:
     """Kills rank 1 after a checkpoint, and again before its first step: the other one goes on from the checkpoint."""
-    saved = {"type": "CheckpointMonitor", "save_checkpoint_steps": SAVED_EVERY}
-    changes = {"runner_config": {"batch_size": 2, "epochs": 5000}, "callbacks": [saved],
-               "train_dataset.data_loader.num_samples": 80, "train_dataset.held_out": 0}  # fmt: skip
     data, output = write_corpus(tmp_path / "data"), tmp_path / "job" / "output"
-    job = launch(tmp_path / "job", 2, write_config(tmp_path / "job", data, changes), "--max_restarts", 2, "--elastic")
+    job = launch(tmp_path / "job", 2, write_config(tmp_path / "job", data, SAVING), "--max_restarts", 2, "--elastic")
     marker = output / "checkpoints" / f"step-{SAVED_EVERY:08d}" / "COMPLETE"
     job.wait_until(lambda: job.process.poll() is not None or marker.exists(), JOB_SECONDS)
     killed: list[int | None] = [None]
@@ -276,10 +286,7 @@ def test_a_rank_that_is_lost_for_good_leaves_a_job_of_fewer_with_the_same_batch(
     assert again["step"] > 1 and again["step"] % SAVED_EVERY == 0
     going_on(job, output, again["step"] + 3).process.terminate()
     assert job.end(JOB_SECONDS) == 128 + signal.SIGTERM
-    done = step_records(output)[-1]["step"]
-    alone = train(write_config(tmp_path / "alone", data, changes), runner_config__batch_size=4,
-                  runner_config__stop_step=done)  # fmt: skip
-    assert_same_training(output, alone, set())
+    assert_like_one_process(tmp_path / "alone", data, output)
 
 
 def test_a_growing_batch_is_that_of_one_process(tmp_path: Path) -> None:
@@ -302,11 +309,8 @@ def test_a_growing_batch_is_that_of_one_process(tmp_path: Path) -> None:
 
 def test_two_nodes_train_like_one_process_and_start_again_together(tmp_path: Path) -> None:
     """The ranks meet at a port and connect over TCP, a second time after one of them was killed."""
-    saved = {"type": "CheckpointMonitor", "save_checkpoint_steps": SAVED_EVERY}
-    changes = {"runner_config": {"batch_size": 2, "epochs": 5000}, "callbacks": [saved],
-               "train_dataset.data_loader.num_samples": 80, "train_dataset.held_out": 0}  # fmt: skip
     data, output = write_corpus(tmp_path / "data"), tmp_path / "job" / "output"
-    config, port = write_config(tmp_path / "job", data, changes), free_port()
+    config, port = write_config(tmp_path / "job", data, SAVING), free_port()
     nodes = []
     for node in range(2):
         flags = ["--local_worker_num", 1, "--node_rank", node, "--master_port", port, "--max_restarts", 1]
@@ -320,10 +324,7 @@ def test_two_nodes_train_like_one_process_and_start_again_together(tmp_path: Pat
     assert again["step"] > 1 and again["step"] % SAVED_EVERY == 0
     going_on(nodes[0], output, again["step"] + 3).process.terminate()
     assert [node.end(JOB_SECONDS) for node in nodes] == [128 + signal.SIGTERM] * 2
-    done = step_records(output)[-1]["step"]
-    alone = train(write_config(tmp_path / "alone", data, changes), runner_config__batch_size=4,
-                  runner_config__stop_step=done)  # fmt: skip
-    assert_same_training(output, alone, set())
+    assert_like_one_process(tmp_path / "alone", data, output)
 
 
 def test_ranks_share_prompts_and_evaluation(tmp_path: Path) -> None:

@@ -17,9 +17,6 @@ from trainer.input_files import user_path
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "run_trainer.py"
 
-SHARED_PORT = 8118
-"""The port where the ranks meet if several nodes must agree on one and none is given: msrun's own default."""
-
 LOG_FOLDER = "msrun_log"
 """The folder of logs in the folder of a run."""
 

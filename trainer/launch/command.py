@@ -21,7 +21,6 @@ from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import (
     DEVICES_VARIABLE,
     LOG_FOLDER,
-    SHARED_PORT,
     LaunchOptions,
     to_arguments,
     visible_devices,
@@ -49,7 +48,6 @@ from trainer.launch.job import (
     write_outcome,
 )
 from trainer.launch.msrun import (
-    CLUSTER_VARIABLES,
     ENCODING_VARIABLE,
     SCHEDULER,
     pick_free_port,
@@ -63,7 +61,7 @@ from trainer.launch.processes import adopt_orphans, allow_open_files, is_alive, 
 from trainer.launch.supervisor import Supervisor, collect_signals, stop_signal
 from trainer.launch.terminal import LogTail, Screen, tail_file, tail_pipe, terminal_size
 from trainer.launch.wire import AgentMessage, ListeningSocket, wait_for_data
-from trainer.parallel.world import LOCAL_SIZE_VARIABLE
+from trainer.parallel.world import LOCAL_SIZE_VARIABLE, SHARED_PORT
 
 _DETACHED_START_SECONDS = 20.0
 _RECONNECT_SECONDS = 600
@@ -266,9 +264,6 @@ def worker_specs(
     unset = [SOCKET_VARIABLE, SECRET_VARIABLE]
     if ENCODING_VARIABLE not in os.environ:
         unset.append(ENCODING_VARIABLE)
-    unset_for_workers = list(unset)
-    if not options.needs_msrun:
-        unset_for_workers += CLUSTER_VARIABLES
     specs: dict[int | None, AgentMessage] = {}
     for place, rank in enumerate(options.ranks):
         local_cores = worker_cores(cores, place, options.local_worker_num)
@@ -284,7 +279,7 @@ def worker_specs(
         specs[rank] = {
             "command": [*program, *options.arguments],
             "environment": environment,
-            "unset": unset_for_workers,
+            "unset": unset,
             "cores": local_cores,
             "log": str(files.log(rank)),
         }

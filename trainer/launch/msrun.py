@@ -27,7 +27,7 @@ MSRUN_VARIABLE = "RUN_TRAINER_MSRUN"
 ENCODING_VARIABLE = "PYTHONIOENCODING"
 """Environment variable that msrun gets from the launcher; workers get it as the user has set it."""
 
-CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
+_CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 """What msrun sets for MindSpore's cluster."""
 
 # Isolated from the working directory and from PYTHON* variables: an agent needs the standard library and this package.
@@ -111,9 +111,11 @@ def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path, device: 
     environment.pop(RENDEZVOUS_VARIABLE, None)  # of a job that this one is part of
     if options.nodes == 1:
         environment[RENDEZVOUS_VARIABLE] = str(scratch / "rendezvous")
-    if options.needs_msrun and device == "CPU" and options.nodes == 1 and not os.environ.get(MSRUN_VARIABLE):
-        for name in CLUSTER_VARIABLES:  # of a job that this one is part of
+    without_msrun = device == "CPU" and options.nodes == 1 and not os.environ.get(MSRUN_VARIABLE)
+    if without_msrun or not options.needs_msrun:
+        for name in _CLUSTER_VARIABLES:  # of a job that this one is part of
             environment.pop(name, None)
+    if options.needs_msrun and without_msrun:
         environment["MS_WORKER_NUM"] = str(options.worker_num)
         environment["MS_TOPO_TIMEOUT"] = str(options.cluster_time_out)
         command = [sys.executable, "-I", "-c", _RUN_AGENTS, *map(str, options.ranks)]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import RunError
+from trainer.parallel.world import address_of_node_0
 
 _NONCE_BYTES = 32
 _RANK_BYTES = 4
@@ -514,7 +515,7 @@ def _listening(on_one_host: bool) -> Iterator[tuple[socket.socket, bytes]]:
 
 def _host_address() -> str:
     """Returns the address of this host in the network that leads to node 0."""
-    family, target = _target(f"{os.environ.get('MS_SCHED_HOST', '127.0.0.1')}:9")
+    family, target = _target(f"{address_of_node_0()}:9")
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing
         return probe.getsockname()[0]

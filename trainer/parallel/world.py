@@ -10,11 +10,12 @@ from trainer.errors import UserError
 
 _DIGITS = 9  # of a number of ranks, or of seconds
 _JOIN_SECONDS = 1800  # as MindSpore waits
-_MSRUN_PORT = 8118  # msrun's default
+
+SHARED_PORT = 8118
+"""The port where the ranks meet if several nodes must agree on one and none is given: msrun's own default."""
 
 LOCAL_SIZE_VARIABLE = "RUN_TRAINER_LOCAL_SIZE"
 """Number of workers on this host, which msrun does not set for its workers."""
-
 
 RENDEZVOUS_VARIABLE = "RUN_TRAINER_RENDEZVOUS"
 """Path of the Unix socket at which the ranks of a job on one node meet; the launcher sets it."""
@@ -108,10 +109,15 @@ def rendezvous_address() -> str:
     """
     if path := os.environ.get(RENDEZVOUS_VARIABLE):
         return path
-    port = _MSRUN_PORT
+    port = SHARED_PORT
     if "MS_SCHED_PORT" in os.environ:
         port = _number(os.environ, "MS_SCHED_PORT", 1, 1 << 16)
-    return f"{os.environ.get('MS_SCHED_HOST', '127.0.0.1')}:{port}"
+    return f"{address_of_node_0()}:{port}"
+
+
+def address_of_node_0() -> str:
+    """Returns the address of the first node of this process's job, as msrun gives it to the ranks."""
+    return os.environ.get("MS_SCHED_HOST", "127.0.0.1")
 
 
 def is_scheduler() -> bool:
